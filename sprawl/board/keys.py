@@ -1,0 +1,108 @@
+"""Keys of a run on the board, relative to `<board>/`. The only place that spells them."""
+
+from __future__ import annotations
+
+LATEST = "latest.json"
+
+
+def run(run_id: str) -> str:
+    return f"{run_id}/run.json"
+
+
+def manifest(run_id: str, version: int) -> str:
+    return f"{run_id}/manifests/{version:08d}.json"
+
+
+def manifests(run_id: str) -> str:
+    return f"{run_id}/manifests/"
+
+
+def blob(run_id: str, version: int, digest: str) -> str:
+    return f"{run_id}/blobs/{version}/{digest}"
+
+
+def blobs(run_id: str, version: int) -> str:
+    return f"{run_id}/blobs/{version}/"
+
+
+def latest(run_id: str) -> str:
+    return f"{run_id}/{LATEST}"
+
+
+def islands(run_id: str) -> str:
+    return f"{run_id}/islands/"
+
+
+def island(run_id: str, island_id: str) -> str:
+    return f"{run_id}/islands/{island_id}.json"
+
+
+def rollouts(run_id: str, step: int) -> str:
+    """Trajectories that step `step` trains on (safetensors)."""
+    return f"{run_id}/rollouts/{step:08d}.safetensors"
+
+
+def step(run_id: str, step: int) -> str:
+    """Ledger record of optimizer step `step`."""
+    return f"{run_id}/metrics/steps/{step:08d}.json"
+
+
+def steps(run_id: str) -> str:
+    return f"{run_id}/metrics/steps/"
+
+
+def evaluation(run_id: str, version: int) -> str:
+    return f"{run_id}/metrics/evaluations/{version:08d}.json"
+
+
+def evaluations(run_id: str) -> str:
+    return f"{run_id}/metrics/evaluations/"
+
+
+def event(run_id: str, name: str) -> str:
+    """One-off facts of a run (start, resume, violation): immutable, named by the writer."""
+    return f"{run_id}/metrics/events/{name}.json"
+
+
+def events(run_id: str) -> str:
+    return f"{run_id}/metrics/events/"
+
+
+def fire(run_id: str, step: int) -> str:
+    """Commit record of the anchor fire due at optimizer step `step`."""
+    return f"{run_id}/anchor/fires/{step:08d}.json"
+
+
+def fires(run_id: str) -> str:
+    return f"{run_id}/anchor/fires/"
+
+
+def sign_map(run_id: str, step: int, digest: str) -> str:
+    return f"{run_id}/anchor/signs/{step:08d}-{digest}"
+
+
+def anchor_state(run_id: str, step: int) -> str:
+    """The anchor's own durable moving average M after the fire at `step` (fp32 safetensors)."""
+    return f"{run_id}/anchor/state/{step:08d}.safetensors"
+
+
+def checkpoint(run_id: str, step: int) -> str:
+    """Commit record of the checkpoint written after optimizer step `step`."""
+    return f"{run_id}/checkpoints/{step:08d}.json"
+
+
+def checkpoints(run_id: str) -> str:
+    return f"{run_id}/checkpoints/"
+
+
+def checkpoint_blob(run_id: str, step: int, name: str) -> str:
+    return f"{run_id}/checkpoints/{step:08d}/{name}.safetensors"
+
+
+def epoch(run_id: str, epoch: int) -> str:
+    """Fencing: the highest epoch is the one trainer that may write."""
+    return f"{run_id}/epochs/{epoch:06d}.json"
+
+
+def epochs(run_id: str) -> str:
+    return f"{run_id}/epochs/"

@@ -1,0 +1,234 @@
+"""One YAML = one run. Pydantic models of it; unknown keys are refused with the field named.
+
+Nothing here does I/O except `load_config`. Every default is the report's run unless a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sprawl.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PolicyConfig(Section):
+    base: str = Field(description="Base model: a HF safetensors directory, or a recipe name such as smollm2-135m.")
+    stages: Positive = Field(8, description="Pipeline stages; boundaries = stages - 1.")
+    split: list[Positive] | None = Field(None, description="Layers per stage; default: as even as possible.")
+    compute_dtype: Dtype = Field("float32", description="Matmul dtype of the trainer (masters are always fp32).")
+
+
+class ProblemsConfig(Section):
+    name: str = Field("addition", description="Problem set, see `sprawl.problems`.")
+    params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the problem set.")
+
+
+class RolloutConfig(Section):
+    islands: Positive = Field(2, description="Rollout islands the local fleet starts.")
+    prompts: Positive = Field(16, description="Prompts (groups) a step.")
+    samples: Annotated[int, Field(ge=2)] = Field(16, description="Samples a prompt (group size).")
+    max_new_tokens: Positive = 8
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    engine: Literal["torch"] = "torch"
+    compute_dtype: Dtype = Field("float32", description="Matmul dtype of the engine; weights are the served view.")
+    max_staleness: Annotated[int, Field(ge=0)] = Field(
+        1, description="Versions a rollout may lag behind the weights it trains; 1 overlaps sampling with training."
+    )
+    follow: Literal["demand", "eager"] = Field(
+        "eager", description="demand: an island advances when a request needs it; eager: as soon as it can."
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="Deadline of one group, retries included.")
+
+
+class BoundaryConfig(Section):
+    codec: Literal["dense", "prf"] = Field("prf", description="What a stage boundary sends.")
+    ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.05, description="Share of channels kept; k = round(ratio*H).")
+
+
+class GrpoConfig(Section):
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    kl_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the KL to the reference (k3).")
+    epochs: Positive = Field(1, description="Inner epochs over one batch.")
+    advantage: Literal["group_std", "group_mean"] = "group_std"
+    microbatch_rows: Positive = Field(64, description="Sequences per forward/backward.")
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Global norm clip, before the sign correction.")
+    max_bad_steps: Positive = Field(3, description="Refused steps (non-finite gradient) in a row before the run stops.")
+
+
+class AnchorConfig(Section):
+    enabled: bool = True
+    every: Positive = Field(20, description="c: a fire every c optimizer steps.")
+    lag: Positive = Field(20, description="K: the newest weights a fire may use are K steps old.")
+    fold: Annotated[float, Field(ge=0, lt=1)] = Field(0.25, description="M <- fold*M + (1-fold)*G_anc.")
+    blend: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.25, description="G = blend*G_comp + (1-blend)*|G_comp|*sign(M)."
+    )
+    replay: Literal["newest", "matching"] = Field(
+        "newest", description="newest batch at forecast weights, or the batch the stale weights generated."
+    )
+    forecast: Literal["secant", "stale"] = Field("secant", description="How stale weights are projected forward.")
+    strength: Annotated[float, Field(ge=0)] = Field(1.0, description="Multiplier of the secant step.")
+    blocking: bool = Field(
+        False, description="Wait for a due sign map before the next step; needed for bit-identical resume."
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(300.0, description="How long a blocking wait may take.")
+
+
+class PublishConfig(Section):
+    dtype: Literal["bfloat16", "float16"] = Field("bfloat16", description="Dtype of the served view.")
+    keyframe_every: Positive = Field(20, description="A version published whole every n versions.")
+
+
+class CheckpointConfig(Section):
+    every: Positive = Field(10, description="Master weights and optimizer state every n steps; steps between are replayed.")
+    keep: Positive = Field(4, description="Checkpoints kept for resume (the anchor's are kept as long as it needs them).")
+
+
+class EvaluateConfig(Section):
+    every: Positive = Field(50, description="Greedy evaluation at an exact version every n steps, and at the end.")
+    problems: Positive = Field(200, description="Held-out problems evaluated.")
+
+
+class ProbeConfig(Section):
+    every: Positive = Field(5, description="Compression-off probe (dense-view KL and entropy) every n steps.")
+    rows: Positive = Field(32, description="Sequences the probe reads.")
+
+
+class ThreadsConfig(Section):
+    trainer: Positive = 1
+    island: Positive = 1
+    anchor: Positive = 1
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")] = Field(description="Short name, part of run_id.")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    steps: Positive
+    board: str = Field("runs", description="Board URL or directory (fsspec): runs, file:///x, s3://bucket/prefix ...")
+    deterministic: bool = Field(False, description="Pin rollouts to exact versions, so that a resume is bit-identical.")
+    policy: PolicyConfig
+    problems: ProblemsConfig = ProblemsConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    boundary: BoundaryConfig = BoundaryConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    anchor: AnchorConfig = AnchorConfig()
+    publish: PublishConfig = PublishConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    probe: ProbeConfig = ProbeConfig()
+    threads: ThreadsConfig = ThreadsConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        if self.anchor.enabled:
+            for field in ("every", "lag"):
+                if getattr(self.anchor, field) % self.checkpoint.every:
+                    raise ValueError(
+                        f"anchor.{field}={getattr(self.anchor, field)} must be a multiple of "
+                        f"checkpoint.every={self.checkpoint.every}: the anchor reads checkpoints"
+                    )
+        if self.policy.split is not None and len(self.policy.split) != self.policy.stages:
+            raise ValueError(f"policy.split has {len(self.policy.split)} entries but policy.stages={self.policy.stages}")
+        if self.deterministic and self.rollout.follow == "eager":
+            raise ValueError("rollout.follow=eager needs deterministic: false (exact versions would be overtaken)")
+        if self.deterministic and self.anchor.enabled and not self.anchor.blocking:
+            raise ValueError("deterministic: true needs anchor.blocking: true (sign maps must arrive at fixed steps)")
+        return self
+
+
+def _known_fields(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    current: Any = model
+    for part in location[:-1]:
+        field = getattr(current, "model_fields", {}).get(part)
+        current = field.annotation if field is not None else None
+        if current is None:
+            return []
+    return list(getattr(current, "model_fields", {}))
+
+
+def describe_validation_error(error: ValidationError, model: type[BaseModel], source: str) -> str:
+    """One line a field: `source: section.field: what is wrong (did you mean ...?)`."""
+    lines = []
+    for item in error.errors():
+        location = tuple(item["loc"])
+        field = ".".join(str(part) for part in location) or "(top level)"
+        if item["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(str(location[-1]), _known_fields(model, location), n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            lines.append(f"{source}: unknown key {field!r}{hint}")
+        elif item["type"] == "missing":
+            lines.append(f"{source}: {field!r} is required")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{source}: {field!r}: {message}" if location else f"{source}: {message}")
+    return "; ".join(lines)
+
+
+def parse_config(data: Any, source: str = "config") -> RunConfig:
+    """Validate a mapping. Raises `ConfigError` with one line that names every wrong field."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: expected a mapping of run settings, got {type(data).__name__}")
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error, RunConfig, source)) from None
+
+
+def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """Apply `section.field=value` (value is YAML) to a config mapping, returning a new mapping.
+
+    Raises `ConfigError` when an override has no `=`; wrong field names are found by `parse_config`.
+    """
+    result = yaml.safe_load(yaml.safe_dump(data))
+    for override in overrides:
+        path, separator, value = override.partition("=")
+        if not separator or not path:
+            raise ConfigError(f"--set {override!r} is not of the form section.field=value")
+        target = result
+        *parents, last = path.split(".")
+        for part in parents:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"--set {override!r}: {part!r} is not a section")
+        target[last] = yaml.safe_load(value)
+    return result
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read and validate a run YAML. Raises `ConfigError` (missing file, YAML syntax, wrong fields)."""
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no run config at {path}", "see configs/ for the ones that ship") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if overrides and isinstance(data, dict):
+        data = apply_overrides(data, overrides)
+    return parse_config(data, str(path))

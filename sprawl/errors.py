@@ -1,0 +1,36 @@
+"""Errors a user can act on.
+
+`SprawlError` is raised for bad input and for a world that is not as it has to be (a missing board, a taken port).
+The command line prints it as one line and exits with code 2; nothing else in the project catches it silently.
+"""
+
+from __future__ import annotations
+
+
+class SprawlError(Exception):
+    """A problem that the reader can fix: says what is wrong and, where there is one, the fix."""
+
+    def __init__(self, message: str, fix: str | None = None) -> None:
+        self.message = message
+        self.fix = fix
+        super().__init__(f"{message} ({fix})" if fix else message)
+
+
+class ConfigError(SprawlError):
+    """A run YAML that cannot be used; the message names the field."""
+
+
+class BoardError(SprawlError):
+    """The board is missing, unreachable or unfit (no exclusive create)."""
+
+
+class IntegrityError(SprawlError):
+    """Bytes that are not what a digest promised. Never retried into a partial state."""
+
+
+class FencedError(SprawlError):
+    """Another writer with a newer epoch took over this run."""
+
+
+class Diverged(SprawlError):
+    """The run stopped on purpose: non-finite gradients or a drifting mismatch."""

@@ -1,0 +1,68 @@
+"""Small results of the phases of a step: what a Prefect task returns and a terminal line shows. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Receipt:
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StartReceipt(Receipt):
+    """What `RunSession.prepare` found: where the run stands and what will happen next."""
+
+    run_id: str
+    head_step: int  # last committed optimizer step, 0 for a new run
+    steps: int  # optimizer steps the run will have when finished
+    resumed: bool
+    replayed: int  # steps recomputed from stored rollouts on resume
+    parameters: int
+    boundary: str  # e.g. "prf: 6 of 128 channels at 7 boundaries"
+
+
+@dataclass(frozen=True)
+class CollectReceipt(Receipt):
+    step: int
+    samples: int
+    reward: float
+    tokens: int
+    versions: list[int]  # versions that sampled, ascending
+    seconds: float  # wall seconds the caller waited
+    reused: bool  # the batch was already on the board
+
+
+@dataclass(frozen=True)
+class TrainReceipt(Receipt):
+    step: int
+    loss: float
+    grad_norm: float
+    applied: bool
+    sign_fire: int | None
+    seconds: float
+    skipped: bool  # this step was already trained (a retry)
+
+
+@dataclass(frozen=True)
+class PublishReceipt(Receipt):
+    version: int
+    step: int
+    kind: str  # keyframe | delta
+    sent_bytes: int
+    full_bytes: int
+    changed_share: float
+    root_digest: str
+    seconds: float
+    already_committed: bool  # the same version was on the board (a retry or a replay)
+
+
+@dataclass(frozen=True)
+class FinishReceipt(Receipt):
+    run_id: str
+    steps: int
+    versions_verified: int
+    violations: list[str] = field(default_factory=list)
