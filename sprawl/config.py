@@ -101,8 +101,12 @@ class PublishConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: Positive = Field(10, description="Master weights and optimizer state every n steps; steps between are replayed.")
-    keep: Positive = Field(4, description="Checkpoints kept for resume (the anchor's are kept as long as it needs them).")
+    every: Positive = Field(
+        10, description="Master weights and optimizer state every n steps; steps between are replayed."
+    )
+    keep: Positive = Field(
+        4, description="Checkpoints kept for resume (the anchor's are kept as long as it needs them)."
+    )
 
 
 class EvaluateConfig(Section):
@@ -124,7 +128,9 @@ class ThreadsConfig(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")] = Field(description="Short name, part of run_id.")
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")] = Field(
+        description="Short name, part of run_id."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     steps: Positive
     board: str = Field("runs", description="Board URL or directory (fsspec): runs, file:///x, s3://bucket/prefix ...")
@@ -152,7 +158,9 @@ class RunConfig(Section):
                         f"checkpoint.every={self.checkpoint.every}: the anchor reads checkpoints"
                     )
         if self.policy.split is not None and len(self.policy.split) != self.policy.stages:
-            raise ValueError(f"policy.split has {len(self.policy.split)} entries but policy.stages={self.policy.stages}")
+            raise ValueError(
+                f"policy.split has {len(self.policy.split)} entries but policy.stages={self.policy.stages}"
+            )
         if self.deterministic and self.rollout.follow == "eager":
             raise ValueError("rollout.follow=eager needs deterministic: false (exact versions would be overtaken)")
         if self.deterministic and self.anchor.enabled and not self.anchor.blocking:

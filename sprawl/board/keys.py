@@ -25,6 +25,10 @@ def blobs(run_id: str, version: int) -> str:
     return f"{run_id}/blobs/{version}/"
 
 
+def blob_root(run_id: str) -> str:
+    return f"{run_id}/blobs/"
+
+
 def latest(run_id: str) -> str:
     return f"{run_id}/{LATEST}"
 

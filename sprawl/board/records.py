@@ -14,7 +14,8 @@ FORMAT = 1
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    # Refused steps have non-finite norms: written as strings, because JSON has no NaN, and read back as floats.
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
 
     format: int = FORMAT
 
@@ -41,7 +42,7 @@ class RunRecord(Record):
 class Views(BaseModel):
     """A quantity read through the boundary codec and, where probed, without it."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
 
     compression: float
     dense: float | None = Field(None, description="None on steps without a compression-off probe.")
@@ -128,7 +129,9 @@ class FireRecord(Record):
 class EventRecord(Record):
     """metrics/events/<name>: start, resume, island lost, violation ..."""
 
-    kind: str = Field(description="start, resume, finish, island_lost, island_started, island_report, verify, violation")
+    kind: str = Field(
+        description="start, resume, finish, island_lost, island_started, island_report, verify, violation"
+    )
     at: float
     step: int
     message: str

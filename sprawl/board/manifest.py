@@ -1,0 +1,101 @@
+"""Manifests: the commit record of one policy version. A version exists when its manifest does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sprawl.errors import BoardError, IntegrityError
+
+FORMAT = 1
+KEYFRAME = "keyframe"
+DELTA = "delta"
+FILE = "file"
+
+
+class BlobEntry(BaseModel):
+    """One immutable object of a version. Role: keyframe | delta | file."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    digest: str = Field(description="blake3 of the bytes; also the last part of the key.")
+    size: int = Field(ge=0, description="Bytes.")
+    role: str
+
+
+class TensorEntry(BaseModel):
+    """A tensor of the new state. In deltas dtype and shape appear only where they differ from the base's."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    digest: str = Field(
+        description="blake3 over dtype, shape and bytes. Deltas carry its first 16 digits, enough to name a damaged "
+        "tensor: what vouches for the state is the root digest."
+    )
+    dtype: str | None = None
+    shape: list[int] | None = None
+
+
+class Manifest(BaseModel):
+    """manifests/<version>.json, created exclusively.
+
+    Every version but 0 holds a delta against `base_version`. Keyframes also hold the whole state, so that followers
+    step over a keyframe at the price of a delta, and the chain can be checked against the keyframe.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    format: int = FORMAT
+    run_id: str
+    version: int = Field(ge=0)
+    base_version: int | None = Field(description="version - 1; None for version 0.")
+    keyframe_version: int = Field(ge=0, description="Newest keyframe at or below this version.")
+    kind: Literal["keyframe", "delta"]
+    step: int = Field(description="Optimizer step that made this version.")
+    dtype: str = Field(description="Dtype of the served view's floating tensors.")
+    tensors: dict[str, TensorEntry] = Field(description="All tensors of a keyframe; the changed ones of a delta.")
+    removed: list[str] = Field(default_factory=list, description="Tensors of the base that are gone.")
+    blobs: list[BlobEntry]
+    root_digest: str = Field(description="Of the whole state of this version.")
+    base_root_digest: str | None = Field(description="Of the state the delta must be applied to.")
+    nonce: str = Field(description="Random: tells a lost reply of ours from another writer.")
+    writer: str
+    epoch: int = Field(description="Fencing epoch of the writer; 0 without fencing.")
+    created_at: float = Field(description="Unix seconds.")
+    changed_share: float = Field(description="Share of served elements whose bits changed; 1 for version 0.")
+    full_bytes: int = Field(description="Bytes of the served view uncompressed.")
+    sent_bytes: int = Field(description="Bytes of all blobs of this version.")
+    files: dict[str, str] = Field(default_factory=dict, description="On keyframes: config.json ... -> digest.")
+    extra: dict[str, Any] = Field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Canonical bytes: sorted keys, no white space, absent optional fields left out of tensor entries."""
+        data = self.model_dump(mode="json")
+        data["tensors"] = {name: entry.model_dump(exclude_none=True) for name, entry in self.tensors.items()}
+        return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, key: str) -> Manifest:
+        """Parse the object at `key`. Unknown fields are ignored, unknown formats refused.
+
+        Raises IntegrityError (not a manifest) or BoardError (format of a newer release).
+        """
+        try:
+            parsed = json.loads(data)
+            found = parsed["format"]
+        except (ValueError, KeyError, TypeError):
+            raise IntegrityError(f"{key} is not a manifest") from None
+        if found != FORMAT:
+            raise BoardError(f"{key} has manifest format {found}, this release knows {FORMAT}", "upgrade sprawl")
+        try:
+            return cls.model_validate(parsed)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise IntegrityError(f"{key} is not a valid manifest: {where}: {first['msg']}") from None
+
+    def blob(self, role: str) -> BlobEntry | None:
+        """The blob of a role that occurs once (keyframe, delta)."""
+        return next((blob for blob in self.blobs if blob.role == role), None)

@@ -1,0 +1,99 @@
+"""Retention: delete old versions, never one that is still needed.
+
+Kept is always one unbroken range that starts at a keyframe and ends at the newest version, so that every version
+left can be rebuilt. Manifests go before blobs: a version is either whole or not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sprawl.board import keys
+from sprawl.board.ledger import Ledger, is_live
+from sprawl.board.manifest import KEYFRAME, Manifest
+from sprawl.board.reader import VersionReader
+from sprawl.board.store import Store
+from sprawl.errors import BoardError
+
+_ABANDONED_S = 3600.0  # age after which a temporary file belongs to a dead writer
+
+
+@dataclass(frozen=True)
+class GcPlan:
+    """Delete `versions`, keep from `keep_from` on; `reason` says what holds the oldest kept version."""
+
+    versions: list[int]
+    keep_from: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """What `gc` deleted, or would delete (`dry_run`)."""
+
+    plan: GcPlan
+    blobs: int
+    bytes: int
+    dry_run: bool
+
+
+def plan_gc(versions: Sequence[int], keyframes: Sequence[int], applied: Sequence[int], keep_versions: int) -> GcPlan:
+    """Which versions may go: all before the keyframe of the oldest one that is needed.
+
+    Needed are the newest `keep_versions` and what live islands serve (`applied`). `versions` and `keyframes`
+    (a subset) are on the board. Raises ValueError when `keep_versions` < 1 or nothing is published.
+    """
+    if keep_versions < 1 or not versions:
+        raise ValueError("retention needs published versions and keeps at least one")
+    ordered = sorted(versions)
+    oldest, reason = ordered[-keep_versions:][0], f"the newest {keep_versions} versions are kept"
+    behind = min((version for version in applied if version >= ordered[0]), default=oldest)
+    if behind < oldest:
+        oldest, reason = behind, f"a live island serves version {behind}"
+    start = max((keyframe for keyframe in keyframes if keyframe <= oldest), default=ordered[0])
+    if start < oldest:
+        reason += f", which needs keyframe {start}"
+    return GcPlan([version for version in ordered if version < start], start, reason)
+
+
+def gc(store: Store, run_id: str, keep_versions: int, *, dry_run: bool = False) -> GcReport:
+    """Apply `plan_gc` to a run. Interrupted, it leaves a valid board, and the next call finishes the work.
+
+    Also removes blobs that no manifest names: left by interrupted publishes or an interrupted gc.
+    """
+    if keep_versions < 1:
+        raise BoardError(f"cannot keep {keep_versions} versions", "keep at least 1")
+    reader = VersionReader(store, run_id)
+    manifests = {version: manifest for version in reader.versions() if (manifest := reader.manifest(version))}
+    if not manifests:
+        raise BoardError(f"run {run_id!r} on board {store.url} has published no version")
+    islands = [island.applied for island in Ledger(store, run_id).islands() if is_live(island)]
+    plan = plan_gc(
+        list(manifests),
+        [version for version, manifest in manifests.items() if manifest.kind == KEYFRAME],
+        [version for version in islands if version is not None],
+        keep_versions,
+    )
+    # Blobs are listed after the manifests: what a publish in flight wrote for a newer version is above `newest`.
+    newest = max(manifests)
+    doomed = [key for key in store.list(keys.blob_root(run_id)) if _deletable(key, run_id, plan, manifests, newest)]
+    freed = sum(manifests[version].sent_bytes for version in plan.versions)
+    if not dry_run:
+        for version in plan.versions:
+            store.delete(keys.manifest(run_id, version))
+        for key in doomed:
+            store.delete(key)
+        store.sweep(f"{run_id}/", _ABANDONED_S)
+    return GcReport(plan, len(doomed), freed, dry_run)
+
+
+def _deletable(key: str, run_id: str, plan: GcPlan, manifests: dict[int, Manifest], newest: int) -> bool:
+    folder, _, digest = key.removeprefix(keys.blob_root(run_id)).partition("/")
+    if not folder.isdecimal() or int(folder) > newest:
+        return False
+    version = int(folder)
+    if version < plan.keep_from:
+        return True
+    manifest = manifests.get(version)
+    return manifest is not None and digest not in {blob.digest for blob in manifest.blobs}

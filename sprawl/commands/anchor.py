@@ -1,0 +1,44 @@
+"""`sprawl anchor`: the anchor circuit of a run, as its own process."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+
+@click.command()
+@click.option("--board", envvar="SPRAWL_BOARD", default="runs", show_default=True, help="Board URL or directory.")
+@click.option("--run-id", default="latest", show_default=True, help="Run to serve.")
+@click.option("--exit-with-parent", is_flag=True, help="End when the process that started this one is gone.")
+def anchor(board: str, run_id: str, exit_with_parent: bool) -> None:
+    """Serve the anchor circuit of a run.
+
+    Every c optimizer steps it replays a batch densely at weights K steps old (or their forecast), folds the gradient
+    into M and publishes sign(M), one bit a parameter. It meets the trainer only at the board, so it can run on
+    another machine. A killed anchor continues where it was; it ends when the run needs no further fire.
+
+    \b
+    Example:
+      sprawl anchor --board s3://bucket/prefix --run-id tiny-20260801-101500
+    """
+    import torch
+
+    from sprawl.anchor.service import AnchorService, serve
+    from sprawl.board.ledger import resolve_run
+    from sprawl.board.store import open_store
+
+    parent = os.getppid()
+    service = AnchorService(board, resolve_run(open_store(board), run_id))
+    torch.set_num_threads(service.config.threads.anchor)
+    click.echo(f"anchor of {service.run_id}: every {service.config.anchor.every} steps, K={service.config.anchor.lag}")
+
+    def fire(step: int):  # type: ignore[no-untyped-def]
+        record = service.fire(step)
+        click.echo(
+            f"fire {step}: weights of steps {record.checkpoints}, rollouts of step {record.replayed_step}, "
+            f"gradient norm {record.grad_norm:.3g}, {record.seconds:.1f} s"
+        )
+        return record
+
+    serve(service, fire, should_stop=lambda: exit_with_parent and os.getppid() != parent)

@@ -1,0 +1,105 @@
+"""`sprawl island` and `sprawl sidecar`: serve the policy versions of a run over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from sprawl.errors import SprawlError
+
+_OPTIONS = [
+    click.option("--board", default="runs", envvar="SPRAWL_BOARD", show_default=True, show_envvar=True,
+                 help="Board directory or URL."),
+    click.option("--run-id", default=None, help="Run to serve; default: the newest on the board."),
+    click.option("--island-id", default=None, help="Name in responses and on the board; default: a random one."),
+    click.option("--host", default="127.0.0.1", show_default=True,
+                 help="Address to listen on. Outside loopback SPRAWL_TOKEN must be set; if set, requests need it."),
+    click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True,
+                 help="Port to listen on; 0 takes a free one and prints it."),
+    click.option("--advertise-url", default=None,
+                 help="URL others reach it at, where that is not http://HOST:PORT (containers, proxies)."),
+    click.option("--follow", type=click.Choice(["demand", "eager"]), default=None,
+                 help="demand: advance when a request needs it; eager: as soon as there is one. Default: the run's."),
+    click.option("--commit-mode", type=click.Choice(["in_place", "quiesce"]), default="in_place", show_default=True,
+                 help="in_place: requests in flight continue with the new weights; quiesce: they finish first."),
+    click.option("--max-wait", "max_wait_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
+                 help="Seconds a request may wait for its version before it gets a 409."),
+    click.option("--threads", type=click.IntRange(min=1), default=None,
+                 help="Threads of the engine. Default: the run's threads.island."),
+    click.option("--compute-dtype", type=click.Choice(["float32", "bfloat16"]), default=None,
+                 help="Matmul dtype. Default: the run's rollout.compute_dtype."),
+    click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False), default=None,
+                 help="Certificate (PEM): serve https."),
+    click.option("--tls-key", type=click.Path(exists=True, dir_okay=False), default=None,
+                 help="Its private key (PEM)."),
+    click.option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends."),
+]  # fmt: skip
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_options
+def island(**options: Any) -> None:
+    """Serve a run's versions and register in its fleet.
+
+    The trainer finds the island by its heartbeat on the board, sends it prompts, and every version that is published
+    is applied here, checked bit for bit against the digest in its manifest. SIGTERM drains, then exits with 0; an
+    island that cannot vouch for its weights exits with 3.
+
+    \b
+    One more island for the newest run under ./runs:
+      sprawl island
+    On another machine, against a board in object storage:
+      SPRAWL_TOKEN=... sprawl island --board s3://bucket/runs --run-id RUN --host 10.0.0.7 --port 8300
+    What it serves:
+      sprawl sidecar --help
+    """
+    _run(options, registered=True)
+
+
+@click.command()
+@_options
+def sidecar(**options: Any) -> None:
+    """Serve a run's versions over HTTP without joining its fleet.
+
+    OpenAI-compatible, and version-aware: a request may say which versions it accepts and is told which version
+    generated every token.
+
+    \b
+    Serve the newest run under ./runs on port 8300, then ask:
+      sprawl sidecar --port 8300
+      curl -s localhost:8300/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": "12+34=", "max_tokens": 8, "temperature": 0}'
+    Ask for a version or newer (waits up to --max-wait, else 409):
+      curl -s localhost:8300/generate -H 'Content-Type: application/json' \\
+        -d '{"text": "12+34=", "sampling_params": {"n": 4}, "weight_version": {"min_version": 10}}'
+    Look inside:
+      curl -s localhost:8300/server_info
+      curl -s localhost:8300/metrics
+    """
+    _run(options, registered=False)
+
+
+def _run(options: dict[str, Any], *, registered: bool) -> None:
+    if (options["tls_cert"] is None) != (options["tls_key"] is None):
+        raise SprawlError("--tls-cert and --tls-key belong together", "give both or none")
+    # Before torch is imported: idle OpenMP threads that spin would starve the other processes of this machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    from sprawl.rollout.island import IslandSettings, run_island
+
+    token = os.environ.get("SPRAWL_TOKEN") or None
+    settings = IslandSettings(registered=registered, token=token, **options)
+    sys.exit(run_island(settings, click.echo))

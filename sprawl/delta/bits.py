@@ -1,0 +1,58 @@
+"""How each dtype is seen by the codec: as unsigned integers of its width, with an order and exponent classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sprawl.delta.state import raw_bytes
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Integer view of a dtype.
+
+    `sign` is the sign bit of a sign-magnitude float (0: plain integers, ordered modulo 2**width as they are).
+    The class of an element is `(bits >> shift) & mask`: a float's exponent, or 0 where values have no exponent.
+    """
+
+    unsigned: np.dtype
+    sign: int
+    shift: int
+    mask: int
+
+    @property
+    def classes(self) -> int:
+        return self.mask + 1
+
+
+def _float(width: int, exponent: int, mantissa: int) -> Bits:
+    return Bits(np.dtype(f"u{width // 8}"), 1 << (width - 1), mantissa, (1 << exponent) - 1)
+
+
+def _integer(width: int) -> Bits:
+    return Bits(np.dtype(f"u{width // 8}"), 0, 0, 0)
+
+
+BITS: dict[torch.dtype, Bits] = {
+    torch.bfloat16: _float(16, 8, 7),
+    torch.float16: _float(16, 5, 10),
+    torch.float32: _float(32, 8, 23),
+    torch.float64: _float(64, 11, 52),
+    torch.float8_e4m3fn: _float(8, 4, 3),
+    torch.float8_e5m2: _float(8, 5, 2),
+    torch.bool: _integer(8),
+    torch.uint8: _integer(8),
+    torch.int8: _integer(8),
+    torch.int16: _integer(16),
+    torch.int32: _integer(32),
+    torch.int64: _integer(64),
+}
+"""Dtypes that can be sent as a delta; any other dtype is sent whole when it changes."""
+
+
+def integer_view(tensor: torch.Tensor) -> np.ndarray:
+    """Unsigned integers [numel] that share memory with the contiguous `tensor` (dtype in `BITS`)."""
+    return raw_bytes(tensor).view(BITS[tensor.dtype].unsigned)

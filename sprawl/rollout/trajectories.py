@@ -1,0 +1,93 @@
+"""A step's trajectories as tensors, and as the safetensors object that the board keeps.
+
+The object is written once, before the step trains on it, so that a resumed run and the anchor replay exactly what
+the trainer saw.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from sprawl.errors import IntegrityError
+
+FORMAT = "sprawl-rollouts-1"
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """N samples, rows of a group adjacent.
+
+    tokens: [N, L] int32, prompt then response, right-padded with 0. prompt_lengths, response_lengths: [N] int32.
+    logprobs: [N, R] fp32, the sampler's log-probs of the response tokens in nats, right-padded with 0.
+    rewards: [N] fp32. groups: [N] int32, problem index. seeds: [N] int64.
+    version_start, version_end: [N] int32, versions that sampled the first and the last token.
+    islands: which island answered each group, in order of appearance.
+    """
+
+    step: int
+    tokens: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    logprobs: Tensor
+    rewards: Tensor
+    groups: Tensor
+    seeds: Tensor
+    version_start: Tensor
+    version_end: Tensor
+    islands: tuple[str, ...]
+
+    @property
+    def samples(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def response_tokens(self) -> int:
+        return int(self.response_lengths.sum())
+
+    def flat_logprobs(self, rows: Tensor) -> Tensor:
+        """Sampler log-probs of the response tokens of `rows`, in sample order, [m]."""
+        width = self.logprobs.shape[1]
+        present = torch.arange(width)[None, :] < self.response_lengths[rows, None]
+        return self.logprobs[rows][present]
+
+
+TENSORS = (
+    "tokens",
+    "prompt_lengths",
+    "response_lengths",
+    "logprobs",
+    "rewards",
+    "groups",
+    "seeds",
+    "version_start",
+    "version_end",
+)
+
+
+def to_bytes(batch: RolloutBatch) -> bytes:
+    """Serialise; the same batch gives the same bytes."""
+    metadata = {"format": FORMAT, "step": str(batch.step), "islands": json.dumps(batch.islands)}
+    return save({name: getattr(batch, name).contiguous() for name in TENSORS}, metadata)
+
+
+def from_bytes(data: bytes, source: str) -> RolloutBatch:
+    """Parse. Raises IntegrityError naming `source` when the object is damaged or of another format."""
+    try:
+        tensors = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        metadata = header["__metadata__"]
+        if metadata["format"] != FORMAT:
+            raise IntegrityError(f"{source}: rollouts of format {metadata['format']!r}, this release reads {FORMAT!r}")
+        return RolloutBatch(
+            step=int(metadata["step"]),
+            islands=tuple(json.loads(metadata["islands"])),
+            **{name: tensors[name] for name in TENSORS},
+        )
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise IntegrityError(f"{source}: damaged rollouts: {error}") from error

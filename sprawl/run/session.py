@@ -1,0 +1,570 @@
+"""A run in progress: what one process does, phase by phase, whoever drives it (a loop, a Prefect flow, a test).
+
+Phases of a step: `collect` -> `train` -> `publish`. The manifest of version t is the commit point of optimizer step
+t; everything a step needs to be computed again (its rollouts, the sign map it used) is on the board before it. So a
+run killed anywhere resumes from its newest checkpoint by replaying the committed steps after it, and each optimizer
+step counts exactly once, whatever is retried.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sprawl import __version__
+from sprawl.anchor.forecast import checkpoints_for, fire_due
+from sprawl.anchor.service import read_sign_map
+from sprawl.board import keys
+from sprawl.board.ledger import Ledger, resolve_run
+from sprawl.board.publisher import Publisher
+from sprawl.board.reader import VersionReader
+from sprawl.board.records import EvaluationRecord, EventRecord, RunRecord, StepRecord, Views, Wire
+from sprawl.board.store import Store, open_store
+from sprawl.board.verify import verify_board
+from sprawl.config import RunConfig, parse_config
+from sprawl.delta.state import root_digest, served_view, tensor_digests
+from sprawl.errors import ConfigError, Diverged, SprawlError
+from sprawl.evaluate.harness import evaluate_version
+from sprawl.policy import Decoder, Tokenizer
+from sprawl.policy.checkpoint import drop_tied_head, load_auxiliary, load_weights, read_architecture
+from sprawl.policy.fetch import ensure_base
+from sprawl.problems import load_problem_set
+from sprawl.rollout.trajectories import RolloutBatch
+from sprawl.run.collector import Collected, Collector
+from sprawl.run.fleet import Fleet, FleetContext, open_fleet
+from sprawl.run.options import RunOptions, new_run_id
+from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
+from sprawl.train.checkpoint import delete_checkpoint, restore, save_checkpoint, surplus
+from sprawl.train.trainer import StepStats, Trainer
+
+log = logging.getLogger(__name__)
+
+ISLAND_START_S = 180.0
+POLL_S = 0.05
+
+
+class RunSession:
+    """Opened by `open`, brought to life by `prepare`, always ended by `close`."""
+
+    def __init__(
+        self, config: RunConfig, store: Store, board: str, run_id: str, *, resumed: bool, log_dir: Path, fleet: Fleet
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.board = board
+        self.run_id = run_id
+        self.resumed = resumed
+        self.log_dir = log_dir
+        self.ledger = Ledger(store, run_id)
+        self.reader = VersionReader(store, run_id)
+        self.fleet = fleet
+        self.head_step = 0
+        self.epoch = 0
+        self._trained: int = 0  # the step whose result the trainer holds
+        self._stats: StepStats | None = None
+        self._batch: RolloutBatch | None = None
+        self._signs: dict[str, torch.Tensor] | None = None
+        self._sign_fire: int | None = None
+        self._sign_bytes = 0
+        self._bad_steps = 0
+        self._seconds: dict[str, float] = {}
+        self._step_started = 0.0
+        self._closed = False
+        self._collector: Collector | None = None
+        self._violations: list[str] = []
+
+    # ---------------------------------------------------------------- opening
+
+    @classmethod
+    def open(cls, options: RunOptions, *, anchor_argv: tuple[str, ...] | None = None) -> RunSession:
+        """Validate everything that can be validated and create (or find) the run. Starts no process.
+
+        Raises SprawlError: missing board or run, wrong config, a base model that cannot be had.
+        """
+        if options.resume is not None:
+            store = open_store(options.board)
+            run_id = resolve_run(store, options.resume)
+            config = parse_config(Ledger(store, run_id).run().config, f"run.json of {run_id}")
+        else:
+            if options.config is None:
+                raise ConfigError("a new run needs a config", "give a YAML, or --resume RUN_ID")
+            config = options.config
+            run_id = options.run_id or new_run_id(config.name)
+            load_problem_set(config.problems.name, config.seed, config.problems.params)
+            base = ensure_base(config.policy.base, Path("models"), log.info)
+            files = load_auxiliary(base)
+            arch = read_architecture(files)
+            arch.split(config.policy.stages, config.policy.split)
+            Tokenizer.from_files(files)
+            store = open_store(options.board, create=True, probe=True)
+            _create_run(store, run_id, config, base)
+        log_dir = options.log_dir or Path.cwd() / ".sprawl" / "logs" / run_id
+        context = FleetContext(options.board, run_id, config, log_dir, anchor_argv)
+        return cls(
+            config,
+            store,
+            options.board,
+            run_id,
+            resumed=options.resume is not None,
+            log_dir=log_dir,
+            fleet=open_fleet(options.fleet, context),
+        )
+
+    def prepare(self) -> StartReceipt:
+        """Take the run over (fencing epoch), bring the trainer to the last committed step, start islands and anchor."""
+        torch.set_num_threads(self.config.threads.trainer)
+        self.epoch = self.ledger.acquire_epoch()
+        record = self.ledger.run()
+        base = ensure_base(self.config.policy.base, Path("models"), log.info)
+        files = load_auxiliary(base)
+        arch = read_architecture(files)
+        weights = drop_tied_head(load_weights(base), arch)
+        decoder, reference = Decoder(arch), Decoder(arch)
+        decoder.load_served(weights, torch.float32)
+        # The reference is version 0 as it is served; it is never trained, so it needs no fp32 copy under autocast.
+        served = served_view(weights, self.config.publish.dtype)
+        reference.load_served(served, getattr(torch, self.config.policy.compute_dtype))
+        reference.requires_grad_(False)
+        self.trainer = Trainer(decoder, reference, self.config)
+        self.tokenizer = Tokenizer.from_files(files)
+        self.problems = load_problem_set(self.config.problems.name, self.config.seed, self.config.problems.params)
+        self.stop_ids = sorted({i for text in self.problems.stop for i in self.tokenizer.ids_containing(text)})
+        self.publisher = Publisher(
+            self.store,
+            self.run_id,
+            keyframe_every=self.config.publish.keyframe_every,
+            dtype=self.config.publish.dtype,
+            epoch=self.epoch,
+            writer=f"trainer-{self.epoch}",
+            files=files,
+        )
+        head = self.reader.head()
+        if head is None:
+            self.publisher.publish(0, 0, served)
+            head = 0
+        self._checkpoint(0)
+        self._start_processes(head)
+        replayed = self._catch_up(head)
+        self._collector = Collector(
+            self.config, self.store, self.run_id, self.tokenizer, self.problems, self.stop_ids, self.ledger.islands
+        )
+        if self._needs_islands(head):
+            self._wait_for_islands()
+        if self._evaluation_missed(head):
+            # Killed before an evaluation: the batch that older weights sample comes first, islands only go forward.
+            if head < self.config.steps:
+                self._wait_for_batch(head + 1)
+            self.evaluate(head)
+        self._event("resume" if self.resumed else "start", f"epoch {self.epoch}", {"replayed": replayed})
+        self._step_started = time.perf_counter()
+        return StartReceipt(
+            run_id=self.run_id,
+            head_step=self.head_step,
+            steps=self.config.steps,
+            resumed=self.resumed,
+            replayed=replayed,
+            parameters=record.parameters,
+            boundary=self._describe_boundary(),
+        )
+
+    # ---------------------------------------------------------------- the phases of a step
+
+    def collect(self, step: int) -> CollectReceipt:
+        """Wait for the batch of `step`. Idempotent."""
+        started = time.perf_counter()
+        collected = self._wait_for_batch(step)
+        waited = time.perf_counter() - started
+        self._seconds["rollout_wait"] = waited
+        self._seconds["rollout"] = collected.seconds
+        batch = self._batch = collected.batch
+        versions = sorted({int(v) for v in torch.cat((batch.version_start, batch.version_end)).unique()})
+        return CollectReceipt(
+            step=step,
+            samples=batch.samples,
+            reward=float(batch.rewards.mean()),
+            tokens=batch.response_tokens,
+            versions=versions,
+            seconds=waited,
+            reused=collected.reused,
+        )
+
+    def train(self, step: int) -> TrainReceipt:
+        """Compute optimizer step `step`. Exactly once: a repeated call returns without touching the weights.
+
+        Raises Diverged after `optimizer.max_bad_steps` refused steps in a row, SprawlError when steps are skipped.
+        """
+        started = time.perf_counter()
+        if step <= self._trained:
+            return self._train_receipt(step, started, skipped=True)
+        if step != self._trained + 1:
+            raise SprawlError(f"step {step} cannot be trained after step {self._trained}")
+        batch = self._batch
+        if batch is None or batch.step != step:
+            batch = self._batch = self._wait_for_batch(step).batch
+        self._take_sign_map(step)
+        self._seconds["anchor_wait"] = time.perf_counter() - started
+        # What the islands sample meanwhile may be stale by up to max_staleness versions, never more.
+        for ahead in range(step + 1, min(step + self.config.rollout.max_staleness, self.config.steps) + 1):
+            self._sampler.request(ahead)
+        computed = time.perf_counter()
+        self._stats = self.trainer.step(step, batch, self._signs)
+        self._trained = step
+        self._seconds["train"] = time.perf_counter() - computed
+        self._bad_steps = 0 if self._stats.applied else self._bad_steps + 1
+        if self._bad_steps >= self.config.optimizer.max_bad_steps:
+            message = f"{self._bad_steps} steps in a row had a gradient that is not finite, last at step {step}"
+            self._event("violation", message, step=step)
+            raise Diverged(message, "lower optimizer.lr, or look at the mismatch in the report")
+        return self._train_receipt(step, started, skipped=False)
+
+    def publish(self, step: int) -> PublishReceipt:
+        """Publish version `step`, commit the ledger record and, where due, write the checkpoint. Idempotent."""
+        if step <= self.head_step:
+            return self._published_receipt(step)
+        if step != self._trained or self._stats is None or self._batch is None:
+            raise SprawlError(f"step {step} has not been trained: nothing to publish")
+        started = time.perf_counter()
+        receipt = self.publisher.publish(step, step, self._served(), extra={"sign_fire": self._sign_fire})
+        self._seconds["publish"] = time.perf_counter() - started
+        started = time.perf_counter()
+        self._checkpoint(step)
+        self._seconds["checkpoint"] = time.perf_counter() - started
+        self._seconds["total"] = time.perf_counter() - self._step_started
+        self.ledger.write_step(self._step_record(step, self._batch, self._stats, receipt))
+        self._step_started = time.perf_counter()
+        self.head_step = step
+        self._seconds = {}
+        self._sign_bytes = 0
+        self._sampler.forget(step)
+        self._replace_lost()
+        return receipt
+
+    def evaluation_due(self, step: int) -> bool:
+        return step % self.config.evaluate.every == 0 or step == self.config.steps
+
+    def _evaluation_missed(self, head: int) -> bool:
+        known = {record.version for record in self.ledger.evaluations()}
+        return head > 0 and self.evaluation_due(head) and head not in known
+
+    def _needs_islands(self, head: int) -> bool:
+        return head < self.config.steps or self._evaluation_missed(head)
+
+    def evaluate(self, step: int) -> EvaluationRecord:
+        """Greedy accuracy on held-out problems at exactly version `step`. Idempotent."""
+        for known in self.ledger.evaluations():
+            if known.version == step:
+                return known
+        # Islands serve one version at a time: what still samples an older one finishes first.
+        self._sampler.settle()
+        record = self._sampler.run(
+            evaluate_version(
+                self._sampler.client,
+                self.tokenizer,
+                self.problems,
+                version=step,
+                step=step,
+                limit=self.config.evaluate.problems,
+                max_new_tokens=self.config.rollout.max_new_tokens,
+                stop_token_ids=self.stop_ids,
+            )
+        )
+        self.ledger.write_evaluation(record)
+        # Its seconds are its own, not the next step's.
+        self._step_started = time.perf_counter()
+        return record
+
+    def finish(self) -> FinishReceipt:
+        """Wait for the last fire, rebuild and check every version on the board, write down what the islands say."""
+        anchor = self.config.anchor
+        if anchor.enabled and fire_due(self.config.steps, anchor.every):
+            self._wait_for_fire(self.config.steps)
+        for island in self.ledger.islands():
+            self._event(
+                "island_report",
+                f"{island.island_id}: {island.versions_verified} of {island.versions_applied} versions verified",
+                {
+                    "island_id": island.island_id,
+                    "versions_applied": island.versions_applied,
+                    "versions_verified": island.versions_verified,
+                },
+            )
+            if island.versions_applied != island.versions_verified:
+                self._violations.append(f"{island.island_id} served versions it could not verify")
+        report = verify_board(self.store, self.run_id)
+        self._event(
+            "verify",
+            f"{report.versions} versions rebuilt from {report.keyframes} keyframes",
+            {"checked": report.versions, "keyframes": report.keyframes, "problems": report.problems},
+        )
+        self._violations += report.problems
+        self._event("finish", f"{self.head_step} steps")
+        return FinishReceipt(self.run_id, self.head_step, report.versions, self._violations)
+
+    def close(self) -> None:
+        """Stop what this session started. Idempotent, also after a failure half-way through `prepare`."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._collector is not None:
+                self._collector.close()
+        finally:
+            self.fleet.stop()
+
+    # ---------------------------------------------------------------- resume
+
+    def _catch_up(self, head: int) -> int:
+        """Bring the trainer from the newest checkpoint to the committed head by replaying its steps.
+
+        The replay must end in the very state that was published. If it does not (other hardware, another number of
+        threads), the run goes on from the replayed masters; the next delta is still made against the published
+        state, and the ledger says that it happened.
+        """
+        start = max(step for step in self.ledger.checkpoints() if step <= head)
+        if start:
+            restore(self.store, self.ledger, start, self.trainer.decoder, self.trainer.optimizer)
+        self._trained = self.head_step = start
+        for step in range(start + 1, head + 1):
+            manifest = self.reader.manifest(step)
+            if manifest is None:
+                raise SprawlError(f"version {step} of {self.run_id} is gone from the board: cannot replay to {head}")
+            self._use_fire(manifest.extra.get("sign_fire"))
+            began = time.perf_counter()
+            batch = _load_batch(self.store, self.run_id, step)
+            self._batch, self._stats = batch, self.trainer.step(step, batch, self._signs)
+            self._trained = self.head_step = step
+            self._seconds = {"train": time.perf_counter() - began, "total": time.perf_counter() - began}
+            self._checkpoint(step)
+        state = self._served()
+        digest = root_digest(tensor_digests(state))
+        manifest = self.reader.manifest(head)
+        if manifest is None:
+            raise SprawlError(f"version {head} of {self.run_id} is gone from the board")
+        if digest == manifest.root_digest:
+            self.publisher.resume(state, head)
+        else:
+            message = f"replay to step {head} gave {digest[:16]}, published was {manifest.root_digest[:16]}"
+            self._event("violation", message, step=head)
+            self._violations.append(message)
+            self.publisher.resume(None, head)
+        if head > 0 and self.ledger.step(head) is None and self._stats is not None and self._batch is not None:
+            # Killed between the commit and its ledger record: the replay has just measured the same step again.
+            self.ledger.write_step(self._step_record(head, self._batch, self._stats, self._published_receipt(head)))
+        self._seconds = {}
+        return head - start
+
+    def _published_receipt(self, version: int) -> PublishReceipt:
+        manifest = self.reader.manifest(version)
+        if manifest is None:
+            raise SprawlError(f"version {version} of {self.run_id} is not on the board")
+        return PublishReceipt(
+            version=version,
+            step=manifest.step,
+            kind=manifest.kind,
+            sent_bytes=manifest.sent_bytes,
+            full_bytes=manifest.full_bytes,
+            changed_share=manifest.changed_share,
+            root_digest=manifest.root_digest,
+            seconds=0.0,
+            already_committed=True,
+        )
+
+    # ---------------------------------------------------------------- anchor
+
+    def _take_sign_map(self, step: int) -> None:
+        """Pick up the newest sign map that step `step` may use; wait for a due one only in blocking mode."""
+        anchor = self.config.anchor
+        if not anchor.enabled:
+            return
+        due = (step - 1) // anchor.every * anchor.every
+        if due == 0 or self._sign_fire == due:
+            return
+        if anchor.blocking:
+            self._wait_for_fire(due)
+        for fire in range(due, self._sign_fire or 0, -anchor.every):
+            if self.ledger.fire(fire) is not None:
+                self._use_fire(fire)
+                self._sign_bytes = self._sign_size(fire)
+                return
+
+    def _use_fire(self, fire: int | None) -> None:
+        if fire == self._sign_fire:
+            return
+        if fire is None:
+            self._signs, self._sign_fire = None, None
+            return
+        found = read_sign_map(self.store, self.ledger, fire, self._shapes())
+        if found is None:
+            raise SprawlError(f"the sign map of fire {fire} is gone from the board of {self.run_id}")
+        self._signs, self._sign_fire = found[1], fire
+
+    def _sign_size(self, fire: int) -> int:
+        record = self.ledger.fire(fire)
+        return record.bytes if record is not None else 0
+
+    def _wait_for_fire(self, step: int) -> None:
+        deadline = time.monotonic() + self.config.anchor.timeout_s
+        while self.ledger.fire(step) is None:
+            self._replace_lost()
+            if time.monotonic() > deadline:
+                raise SprawlError(
+                    f"the anchor did not fire for step {step} within {self.config.anchor.timeout_s:.0f} s",
+                    f"see {self.log_dir}/anchor.log; resume with --resume {self.run_id}",
+                )
+            time.sleep(POLL_S)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in self.trainer.decoder.named_parameters()}
+
+    # ---------------------------------------------------------------- processes
+
+    def _start_processes(self, head: int) -> None:
+        """Before the trainer catches up: they take seconds to start. A finished run needs none."""
+        if self._needs_islands(head):
+            for number in range(self.config.rollout.islands):
+                self.fleet.start_island(f"island-{number}")
+        last_fire = self.config.steps - self.config.steps % self.config.anchor.every
+        if self.config.anchor.enabled and last_fire and self.ledger.fire(last_fire) is None:
+            self.fleet.start_anchor()
+
+    def _wait_for_islands(self) -> None:
+        """Until one island answers. The others join when they are ready."""
+        deadline = time.monotonic() + ISLAND_START_S
+        while not any(island.state == "ready" for island in self._live_islands()):
+            for lost in self.fleet.poll():
+                raise SprawlError(f"{lost.name} ended with code {lost.returncode} while starting", f"see {lost.log}")
+            if time.monotonic() > deadline:
+                raise SprawlError(f"no island became ready within {ISLAND_START_S:.0f} s", f"see {self.log_dir}")
+            time.sleep(POLL_S)
+
+    def _live_islands(self) -> list[Any]:
+        now = time.time()
+        return [i for i in self.ledger.islands() if now - i.heartbeat_at < 3 * i.interval_s]
+
+    def _replace_lost(self) -> None:
+        """Start again what died: a lost island or anchor costs time, never a step."""
+        for lost in self.fleet.poll():
+            kind = "island_lost" if lost.name.startswith("island") else "anchor_lost"
+            self._event(kind, f"{lost.name} ended with code {lost.returncode}, see {lost.log.name}")
+            log.warning("%s ended with code %s: starting it again (%s)", lost.name, lost.returncode, lost.log)
+            if lost.name == "anchor":
+                self.fleet.start_anchor()
+            else:
+                self.fleet.start_island(lost.name)
+
+    # ---------------------------------------------------------------- small things
+
+    @property
+    def _sampler(self) -> Collector:
+        if self._collector is None:
+            raise SprawlError("the session is not prepared")
+        return self._collector
+
+    def _wait_for_batch(self, step: int) -> Collected:
+        return self._sampler.wait(step)
+
+    def _served(self) -> dict[str, torch.Tensor]:
+        masters = {name: p.detach() for name, p in self.trainer.decoder.named_parameters()}
+        return served_view(masters, self.config.publish.dtype)
+
+    def _checkpoint(self, step: int) -> None:
+        if step % self.config.checkpoint.every and step != self.config.steps:
+            return
+        save_checkpoint(self.store, self.ledger, step, self.epoch, self.trainer.decoder, self.trainer.optimizer)
+        needed = None
+        if self.config.anchor.enabled:
+            next_fire = self.config.anchor.every
+            while self.ledger.fire(next_fire) is not None:
+                next_fire += self.config.anchor.every
+            needed = min(checkpoints_for(next_fire, self.config.anchor) or [0])
+        for old in surplus(self.ledger.checkpoints(), self.config.checkpoint.keep, needed):
+            delete_checkpoint(self.store, self.run_id, old)
+
+    def _describe_boundary(self) -> str:
+        hidden = self.trainer.decoder.arch.hidden
+        kept = self.trainer.codec.keep(hidden)
+        return f"{self.trainer.codec.name}: {kept} of {hidden} channels at {self.trainer.policy.boundaries} boundaries"
+
+    def _train_receipt(self, step: int, started: float, *, skipped: bool) -> TrainReceipt:
+        stats = self._stats
+        return TrainReceipt(
+            step=step,
+            loss=stats.loss if stats else 0.0,
+            grad_norm=stats.grad_norm if stats else 0.0,
+            applied=stats.applied if stats else True,
+            sign_fire=self._sign_fire,
+            seconds=time.perf_counter() - started,
+            skipped=skipped,
+        )
+
+    def _event(self, kind: str, message: str, data: dict[str, Any] | None = None, step: int | None = None) -> None:
+        at = self.head_step if step is None else step
+        self.ledger.write_event(EventRecord(kind=kind, at=time.time(), step=at, message=message, data=data or {}))
+
+    def _step_record(self, step: int, batch: RolloutBatch, stats: StepStats, receipt: PublishReceipt) -> StepRecord:
+        lag = step - 1 - batch.version_start.float()
+        parameters = sum(p.numel() for p in self.trainer.decoder.parameters())
+        groups = self.config.rollout.prompts
+        return StepRecord(
+            step=step,
+            epoch=self.epoch,
+            version=receipt.version,
+            finished_at=time.time(),
+            reward=float(batch.rewards.mean()),
+            reward_std=float(batch.rewards.std()),
+            groups=groups,
+            zero_advantage_groups=stats.zero_advantage_groups,
+            response_tokens=batch.response_tokens,
+            response_length=batch.response_tokens / batch.samples,
+            entropy=Views(compression=stats.entropy, dense=stats.entropy_dense),
+            kl=Views(compression=stats.kl, dense=stats.kl_dense),
+            mismatch=stats.mismatch,
+            mismatch_dense=stats.mismatch_dense,
+            ratio_max_error=stats.ratio_max_error,
+            clip_share=stats.clip_share,
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            applied=stats.applied,
+            sign_fire=self._sign_fire,
+            sign_age=None if self._sign_fire is None else step - self._sign_fire,
+            sign_agreement=stats.sign_agreement,
+            staleness=float(lag.mean()),
+            staleness_max=int(lag.max()),
+            boundary=Wire(sent=stats.wire.sent, dense=stats.wire.dense),
+            delta=Wire(sent=receipt.sent_bytes, dense=receipt.full_bytes),
+            sign=Wire(sent=self._sign_bytes, dense=4 * parameters if self._sign_bytes else 0),
+            changed_share=receipt.changed_share,
+            kind="keyframe" if receipt.kind == "keyframe" else "delta",
+            seconds={name: round(value, 6) for name, value in self._seconds.items()},
+            islands={name: batch.islands.count(name) for name in sorted(set(batch.islands))},
+        )
+
+
+def _load_batch(store: Store, run_id: str, step: int) -> RolloutBatch:
+    from sprawl.rollout.trajectories import from_bytes
+
+    key = keys.rollouts(run_id, step)
+    return from_bytes(store.get(key), key)
+
+
+def _create_run(store: Store, run_id: str, config: RunConfig, base: Path) -> None:
+    arch = read_architecture(load_auxiliary(base))
+    weights = drop_tied_head(load_weights(base), arch)
+    served = served_view(weights, config.publish.dtype)
+    Ledger(store, run_id).create_run(
+        RunRecord(
+            run_id=run_id,
+            created_at=time.time(),
+            config=config.model_dump(mode="json"),
+            base_digest=root_digest(tensor_digests(served)),
+            parameters=sum(tensor.numel() for tensor in weights.values()),
+            sprawl_version=__version__,
+            host={"cores": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__},
+        )
+    )

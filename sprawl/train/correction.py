@@ -1,0 +1,34 @@
+"""The fast circuit's sign-guided correction (status report, section 1.3).
+
+    G = blend * G_comp + (1 - blend) * |G_comp| * sign(M)
+
+The magnitude stays the compressed gradient's own; the anchor decides most of the sign. It comes after gradient
+clipping, so the global norm of what the optimizer sees is at most that of the clipped gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def correct_gradients(parameters: Mapping[str, nn.Parameter], signs: Mapping[str, Tensor], blend: float) -> float:
+    """Re-sign gradients in place. `signs`: name -> bool tensor of the parameter's shape, True where sign(M) is +1.
+
+    A parameter without a sign or without a gradient is left alone. Returns the share of non-zero gradient elements
+    whose own sign agreed with M (nan when there are none), measured before the correction.
+    """
+    agreeing, nonzero = 0, 0
+    for name, parameter in parameters.items():
+        gradient, positive = parameter.grad, signs.get(name)
+        if gradient is None or positive is None:
+            continue
+        present = gradient != 0
+        agreeing += int(((gradient > 0) == positive)[present].sum())
+        nonzero += int(present.sum())
+        directed = torch.where(positive, gradient.abs(), -gradient.abs())
+        gradient.mul_(blend).add_(directed, alpha=1 - blend)
+    return agreeing / nonzero if nonzero else float("nan")

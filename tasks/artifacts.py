@@ -1,0 +1,134 @@
+"""Artifacts that can never hold up training: written in a helper thread, behind a circuit breaker.
+
+A Prefect server that has gone away makes each artifact call block for a minute before it fails. So a call is made in a
+daemon thread, at most one at a time; while one is under way new ones are dropped, and after a few failures none is
+tried for a while. What an artifact shows is on the board anyway.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+logger = logging.getLogger(__name__)
+
+
+class ArtifactGate:
+    """Circuit breaker around artifact writes. Used from one thread (the flow's).
+
+    timeout_s: a write that takes longer counts as failed (it is abandoned, not interrupted).
+    max_failures: failures in a row that open the breaker, for `cooldown_s`; then one write is tried again.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 20.0,
+        max_failures: int = 3,
+        cooldown_s: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._max_failures = max_failures
+        self._cooldown_s = cooldown_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._began = 0.0
+        self._failures = 0
+        self._open_until = 0.0
+
+    @property
+    def open(self) -> bool:
+        """True while writes are not even tried."""
+        with self._lock:
+            return self._clock() < self._open_until
+
+    def submit(self, write: Callable[[], Any]) -> bool:
+        """Run `write` in the helper thread; returns at once. False when it was dropped."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            if self._clock() - self._began <= self._timeout_s:
+                return False
+            self._thread = None
+            self._failed(f"no answer within {self._timeout_s:g} s")
+        if self.open:
+            return False
+        context = contextvars.copy_context()  # Prefect's settings travel in it
+        self._began = self._clock()
+        self._thread = threading.Thread(target=context.run, args=(self._run, write), daemon=True, name="artifacts")
+        self._thread.start()
+        return True
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait for the write under way, but no longer than `timeout_s`."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except Exception as error:  # whatever it is, it must not reach training
+            if threading.current_thread() is self._thread:
+                self._failed(f"{type(error).__name__}: {error}")
+        else:
+            with self._lock:
+                self._failures = 0
+
+    def _failed(self, why: str) -> None:
+        with self._lock:
+            self._failures += 1
+            opened = self._failures >= self._max_failures
+            if opened:
+                self._open_until = self._clock() + self._cooldown_s
+        logger.warning("artifact not written (%s)%s", why, "; artifacts pause, training goes on" if opened else "")
+
+
+def artifact_key(*parts: str) -> str:
+    """Prefect allows lowercase letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
+
+
+class ArtifactWriter:
+    """Writes artifacts of one flow run through a client of its own, with a short timeout. Blocks: use it in a gate."""
+
+    def __init__(self, flow_run_id: UUID | str | None, timeout_s: float = 10.0) -> None:
+        self._flow_run_id = UUID(str(flow_run_id)) if flow_run_id else None
+        self._timeout_s = timeout_s
+        self._progress_id: UUID | None = None
+
+    def markdown(self, key: str, text: str, description: str) -> None:
+        self._create("markdown", key, text, description)
+
+    def table(self, key: str, rows: list[dict[str, Any]], description: str) -> None:
+        self._create("table", key, json.dumps(rows), description)
+
+    def progress(self, key: str, percent: float, description: str) -> None:
+        """One progress artifact a flow run, updated in place."""
+        from prefect.client.schemas.actions import ArtifactUpdate
+
+        if self._progress_id is None:
+            self._progress_id = self._create("progress", key, percent, description)
+            return
+        with self._client() as client:
+            client.update_artifact(self._progress_id, ArtifactUpdate(data=percent, description=description))
+
+    def _create(self, kind: str, key: str, data: Any, description: str) -> UUID:
+        from prefect.client.schemas.actions import ArtifactCreate
+
+        artifact = ArtifactCreate(type=kind, key=key, data=data, description=description, flow_run_id=self._flow_run_id)
+        with self._client() as client:
+            return client.create_artifact(artifact).id
+
+    def _client(self) -> Any:
+        from prefect.client.orchestration import get_client
+
+        # Settings of its own make it a client of its own: the flow's is in use by the flow's thread.
+        return get_client(httpx_settings={"timeout": self._timeout_s}, sync_client=True)

@@ -1,0 +1,125 @@
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sprawl.board import keys
+from sprawl.board.ledger import Ledger
+from sprawl.board.reader import VersionReader
+from sprawl.board.records import IslandRecord
+from sprawl.board.retention import gc, plan_gc
+from sprawl.board.store import MemoryStore, Store
+from sprawl.board.verify import verify_board
+from sprawl.errors import BoardError
+from tests.board.states import FILES, RUN, publish, publisher, state_of
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 9),
+    st.integers(1, 70),
+    st.lists(st.integers(0, 59), max_size=3),
+)
+def test_plan_keeps_a_range_that_can_be_rebuilt(count: int, every: int, keep: int, applied: list[int]) -> None:
+    versions = list(range(count))
+    applied = [version for version in applied if version < count]
+    plan = plan_gc(versions, versions[::every], applied, keep)
+    kept = [version for version in versions if version not in plan.versions]
+    assert kept == list(range(plan.keep_from, count))
+    assert plan.keep_from % every == 0
+    assert set(applied) <= set(kept)
+    assert len(kept) >= min(keep, count)
+    needed = min([*applied, max(0, count - keep)])
+    assert needed - plan.keep_from < every, "nothing is kept without a reason"
+
+
+def island(applied: int | None, age_s: float = 0.0, state: str = "ready") -> IslandRecord:
+    now = time.time()
+    return IslandRecord.model_validate(
+        {
+            "island_id": f"i{applied}",
+            "url": "",
+            "state": state,
+            "applied": applied,
+            "started_at": now,
+            "heartbeat_at": now - age_s,
+            "interval_s": 2.0,
+        }
+    )
+
+
+def test_gc_deletes_what_nobody_needs(store: Store) -> None:
+    publish(store, 12)
+    before = store.list("")
+    dry = gc(store, RUN, 2, dry_run=True)
+    assert store.list("") == before
+    report = gc(store, RUN, 2)
+    assert report.plan == dry.plan
+    assert report.plan.keep_from == 8
+    assert report.blobs == dry.blobs > 0
+    assert VersionReader(store, RUN).versions() == [8, 9, 10, 11]
+    assert store.children(f"{RUN}/blobs/") == ["10", "11", "8", "9"]
+    assert verify_board(store, RUN).ok
+    assert VersionReader(store, RUN).files() == FILES
+    publisher(store).publish(12, 12, state_of(12))
+    assert VersionReader(store, RUN).head() == 12
+
+
+def test_a_live_island_holds_its_chain_and_a_lost_one_does_not(store: Store) -> None:
+    publish(store, 12)
+    ledger = Ledger(store, RUN)
+    for record in (island(5), island(1, age_s=60), island(2, state="failed"), island(None, state="starting")):
+        ledger.heartbeat(record)
+    report = gc(store, RUN, 1)
+    assert report.plan.keep_from == 4
+    assert "island serves version 5" in report.plan.reason
+    assert verify_board(store, RUN).ok
+
+
+class Dies(MemoryStore):
+    left = 10**9
+
+    def delete(self, key: str) -> None:
+        if self.left == 0:
+            raise BoardError("the machine went away")
+        self.left -= 1
+        super().delete(key)
+
+
+@pytest.mark.parametrize("left", range(0, 24, 3))
+def test_an_interrupted_gc_leaves_a_valid_board_and_is_finished_by_the_next(left: int) -> None:
+    store = Dies()
+    publish(store, 12)
+    expected = MemoryStore()
+    publish(expected, 12)
+    gc(expected, RUN, 2)
+    store.left = left
+    with pytest.raises(BoardError, match="went away"):
+        gc(store, RUN, 2)
+    reader = VersionReader(store, RUN)
+    oldest = reader.versions()[0]
+    whole = -(-oldest // 4) * 4
+    for version in range(whole, 12):
+        reader.materialise(version)
+    store.left = 10**9
+    gc(store, RUN, 2)
+    shape = [key.rpartition("/")[0] for key in store.list("")]
+    assert shape == [key.rpartition("/")[0] for key in expected.list("")]
+    assert verify_board(store, RUN).ok
+
+
+def test_orphans_of_an_interrupted_publish_go_but_those_in_flight_stay(store: Store) -> None:
+    publish(store, 3)
+    store.put(keys.blob(RUN, 2, "orphan"), b"x")
+    store.put(keys.blob(RUN, 3, "inflight"), b"x")
+    gc(store, RUN, 10)
+    assert not store.exists(keys.blob(RUN, 2, "orphan"))
+    assert store.exists(keys.blob(RUN, 3, "inflight"))
+
+
+def test_gc_says_what_is_wrong(store: Store) -> None:
+    with pytest.raises(BoardError, match="published no version"):
+        gc(store, RUN, 3)
+    with pytest.raises(BoardError, match="at least 1"):
+        gc(store, RUN, 0)

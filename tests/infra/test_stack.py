@@ -1,0 +1,193 @@
+"""The local stack: the real one once, and everything that can go wrong around it without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from infra import ports, stack
+from infra.commands import status as status_command
+from infra.deployments import DEPLOYMENTS, WORK_POOL
+from infra.processes import ProcessId, spawn
+from infra.stack import Stack, StackInfo
+from sprawl.errors import SprawlError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def processes_below(directory: Path) -> list[psutil.Process]:
+    """Processes that were told to keep their Prefect home there."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("PREFECT_HOME", "").startswith(str(directory)):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+# -- ports
+
+
+def test_an_explicit_port_that_is_taken_is_refused_with_its_holder(tmp_path: Path, taken: int) -> None:
+    with pytest.raises(SprawlError, match=rf"port {taken} is taken by .*pid {os.getpid()}.*--port \d+"):
+        Stack(tmp_path / ".sprawl").up(taken)
+    assert not (tmp_path / ".sprawl" / "stack.json").exists()
+
+
+def test_a_taken_default_port_gives_way_to_the_next_free_one(
+    tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "DEFAULT_PORT", taken)
+    chosen = Stack(tmp_path)._choose_port(None)
+    assert chosen > taken
+    assert ports.is_free(chosen)
+
+
+@pytest.mark.parametrize("port", [0, 70000])
+def test_a_number_that_is_no_port_is_refused(port: int) -> None:
+    with pytest.raises(SprawlError, match="not a TCP port"):
+        ports.is_free(port)
+
+
+# -- failures
+
+
+def test_a_server_that_dies_leaves_its_last_words_and_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(argv, *, log, env, cwd):
+        code = "import sys, time; print('disk full', flush=True); time.sleep(0.3); sys.exit(3)"
+        return spawn([sys.executable, "-c", code], log=log, env=env)
+
+    monkeypatch.setattr(stack, "spawn", dying)
+    home = tmp_path / ".sprawl"
+    with pytest.raises(SprawlError, match=r"ended with code 3(?s:.*)disk full"):
+        Stack(home).up(free_port(), wait_s=20)
+    assert not (home / "stack.json").exists()
+    assert Stack(home).status().server == "down"
+
+
+def test_an_interrupted_start_leaves_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hanging(argv, *, log, env, cwd):
+        return spawn([sys.executable, "-c", "import time; time.sleep(60)"], log=log, env=env)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stack, "spawn", hanging)
+    monkeypatch.setattr(Stack, "_wait", interrupt)
+    home = tmp_path / ".sprawl"
+    with pytest.raises(KeyboardInterrupt):
+        Stack(home).up(free_port())
+    assert not (home / "stack.json").exists()
+    assert processes_below(home) == []
+
+
+def test_a_recycled_pid_in_the_state_is_neither_up_nor_ended(tmp_path: Path) -> None:
+    home = tmp_path / ".sprawl"
+    home.mkdir()
+    ours = {"pid": os.getpid(), "started": 12345.0}
+    (home / "stack.json").write_text(json.dumps({"port": free_port(), "server": ours, "worker": ours}))
+    assert Stack(home).status().server == "down"
+    assert Stack(home).down() is False  # and this test goes on
+    assert not (home / "stack.json").exists()
+
+
+def test_down_with_a_damaged_state_says_nothing_was_up(tmp_path: Path) -> None:
+    (tmp_path / "stack.json").write_text("{half")
+    assert Stack(tmp_path).down() is False
+
+
+def test_the_servers_environment_names_our_server_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_KEY", "secret")
+    monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", "postgresql://elsewhere")
+    environment = Stack(tmp_path).environment("http://127.0.0.1:4321/api")
+    assert "PREFECT_API_KEY" not in environment
+    assert "PREFECT_SERVER_DATABASE_CONNECTION_URL" not in environment
+    assert environment["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
+    assert environment["PREFECT_HOME"] == str(tmp_path / "prefect")
+
+
+def test_status_command_fails_when_nothing_is_up(tmp_path: Path) -> None:
+    result = CliRunner().invoke(status_command, ["--home", str(tmp_path), "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.output)["server"] == "down"
+
+
+# -- deployments
+
+
+def test_prefect_yaml_declares_the_same_deployments_as_the_stack() -> None:
+    declared = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    assert [
+        (item["entrypoint"], item["name"], item["description"], item["parameters"], item["tags"]) for item in declared
+    ] == [(d.entrypoint, d.name, d.description, dict(d.parameters), list(d.tags)) for d in DEPLOYMENTS]
+    assert {item["work_pool"]["name"] for item in declared} == {WORK_POOL}
+
+
+# -- the real one
+
+
+@pytest.mark.slow
+def test_up_serves_and_down_ends_it(tmp_path: Path) -> None:
+    home = tmp_path / ".sprawl"
+    local, port = Stack(home), free_port()
+    try:
+        info = local.up(port, wait_s=120)
+        assert info == StackInfo(f"http://127.0.0.1:{port}/api", f"http://127.0.0.1:{port}", info.pid, True)
+        found = httpx.post(f"{info.api_url}/deployments/filter", json={}, timeout=30).json()
+        assert sorted(item["entrypoint"] for item in found) == sorted(d.entrypoint for d in DEPLOYMENTS)
+        assert {item["pull_steps"][0].popitem()[1]["directory"] for item in found} == {str(tmp_path)}
+        page = httpx.get(info.ui_url, headers={"accept": "text/html"}, follow_redirects=True, timeout=30)
+        assert page.status_code == 200
+        assert "Prefect" in page.text
+
+        again = local.up()
+        assert (again.started, again.pid, again.api_url) == (False, info.pid, info.api_url)
+        with pytest.raises(SprawlError, match=f"already up on port {port}"):
+            local.up(ports.next_free(port + 1))
+
+        state = json.loads((home / "stack.json").read_text())
+        worker = ProcessId.from_dict(state["worker"])
+        assert worker is not None
+        assert worker.alive
+        psutil.Process(worker.pid).kill()
+        deadline = time.monotonic() + 10
+        while worker.alive and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert local.status().worker == "down"
+        assert local.up().started is False  # brings the worker back
+        assert (local.status().server, local.status().worker) == ("up", "up")
+    finally:
+        local.down()
+    assert processes_below(home) == []
+    assert ports.is_free(port)
+    assert local.status().server == "down"
+    assert local.down() is False

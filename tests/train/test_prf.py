@@ -1,0 +1,80 @@
+"""The keyed mask: exact, reproducible, uniform."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sprawl.train import prf
+
+
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(count) // 16, torch.arange(count) % 16
+
+
+def test_golden_vectors() -> None:
+    """Fixed for all time: both ends of a link, of whatever release, must derive these."""
+    assert prf.mix(1) == 0x5692161D100B05E5
+    assert prf.derive_key(7, 3, 11) == 0x1431F28CDCBF48A9
+    sample, position = tokens(40)
+    kept = prf.channels(prf.derive_key(7, 3, 11), sample, position, 128, 6)
+    assert kept[0].tolist() == [8, 14, 26, 51, 94, 125]
+    assert kept[39].tolist() == [30, 51, 80, 87, 93, 112]
+
+
+@given(
+    key=st.integers(0, 2**64 - 1),
+    channels=st.integers(1, 300),
+    share=st.floats(0.01, 1.0),
+    offset=st.integers(0, 2**40),
+)
+def test_compiled_loop_equals_reference(key: int, channels: int, share: float, offset: int) -> None:
+    keep = max(1, round(share * channels))
+    sample, position = tokens(33)
+    fast = prf.channels(key, sample + offset, position, channels, keep)
+    slow = prf.reference_channels(key, sample + offset, position, channels, keep)
+    assert torch.equal(fast, slow)
+    assert fast.shape == (33, keep)
+    assert bool((fast[:, 1:] > fast[:, :-1]).all())  # distinct and ascending
+    assert int(fast.min()) >= 0
+    assert int(fast.max()) < channels
+
+
+def test_every_channel_is_kept_equally_often() -> None:
+    count, channels, keep = 20_000, 128, 6
+    sample, position = tokens(count)
+    kept = prf.channels(prf.derive_key(1, 0, 1), sample, position, channels, keep)
+    observed = torch.bincount(kept.flatten(), minlength=channels).double()
+    expected = count * keep / channels
+    # Sampling without replacement: the variance of an inclusion is p (1 - p), and counts are negatively correlated.
+    statistic = float(((observed - expected) ** 2 / (expected * (1 - keep / channels))).sum())
+    spread = math.sqrt(2 * (channels - 1))
+    assert abs(statistic - (channels - 1)) < 5 * spread
+
+
+@pytest.mark.parametrize("other", [(2, 0, 1), (1, 1, 1), (1, 0, 2)], ids=["seed", "layer", "step"])
+def test_masks_of_other_keys_are_independent(other: tuple[int, int, int]) -> None:
+    """Overlap of two masks is hypergeometric: mean k*k/H."""
+    count, channels, keep = 20_000, 128, 6
+    sample, position = tokens(count)
+    first = torch.zeros(count, channels).scatter(
+        1, prf.channels(prf.derive_key(1, 0, 1), sample, position, channels, keep), 1
+    )
+    second = torch.zeros(count, channels).scatter(
+        1, prf.channels(prf.derive_key(*other), sample, position, channels, keep), 1
+    )
+    overlap = float((first * second).sum(1).mean())
+    mean = keep * keep / channels
+    deviation = math.sqrt(mean * (1 - keep / channels) * (channels - keep) / (channels - 1) / count)
+    assert abs(overlap - mean) < 5 * deviation
+
+
+def test_keep_outside_range_is_refused() -> None:
+    sample, position = tokens(2)
+    for keep in (0, 9):
+        with pytest.raises(ValueError, match="between 1 and 8"):
+            prf.channels(0, sample, position, 8, keep)

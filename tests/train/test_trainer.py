@@ -1,0 +1,130 @@
+"""A step of the fast circuit."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sprawl.train import grpo
+from sprawl.train.boundary import PrfCodec
+from sprawl.train.correction import correct_gradients
+from sprawl.train.pipeline import StagedPolicy, pack
+from sprawl.train.trainer import Trainer
+from tests.train.helpers import make_batch, make_config, make_decoder
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.decoder.named_parameters()}
+
+
+def test_logprobs_select_the_response_tokens() -> None:
+    """Against a loop that scores every sample by itself."""
+    decoder, batch = make_decoder(), make_batch()
+    policy = StagedPolicy(decoder, decoder.arch.split(1), torch.float32)
+    packed = pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, torch.arange(batch.samples))
+    result = policy.token_stats(packed, codec=None, step=1).logprobs
+    expected = []
+    for row in range(batch.samples):
+        prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
+        ids = batch.tokens[row, : prompt + response].long()[None]
+        scores = F.log_softmax(decoder(ids)[0], dim=-1)
+        expected += [scores[position - 1, ids[0, position]] for position in range(prompt, prompt + response)]
+    assert torch.allclose(result, torch.stack(expected), atol=1e-5)
+
+
+def test_ratio_is_exactly_one_on_the_first_inner_epoch() -> None:
+    trainer = Trainer(make_decoder(), make_decoder(), make_config())
+    assert trainer.step(1, make_batch(), None).ratio_max_error == 0.0
+    epochs = Trainer(make_decoder(), make_decoder(), make_config(grpo={"microbatch_rows": 4, "epochs": 2}))
+    assert epochs.step(1, make_batch(), None).ratio_max_error == 0.0
+
+
+def test_microbatches_give_the_gradient_of_the_whole_batch() -> None:
+    steps = []
+    for rows in (3, 100):
+        trainer = Trainer(make_decoder(), make_decoder(), make_config(grpo={"microbatch_rows": rows}))
+        stats = trainer.step(1, make_batch(), None)
+        steps.append((stats.grad_norm, stats.mismatch, stats.entropy, stats.loss))
+    for one, other in zip(*steps, strict=True):
+        assert abs(one - other) < 1e-4
+
+
+def test_the_same_step_gives_the_same_bits() -> None:
+    results = []
+    for _ in range(2):
+        trainer = Trainer(make_decoder(), make_decoder(), make_config())
+        for step in (1, 2, 3):
+            trainer.step(step, make_batch(step), None)
+        results.append(weights(trainer))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    trainer = Trainer(make_decoder(), make_decoder(), make_config())
+    before = weights(trainer)
+    batch = make_batch()
+    batch.rewards[5] = float("nan")
+    stats = trainer.step(1, batch, None)
+    assert not stats.applied
+    assert all(torch.equal(before[name], after) for name, after in weights(trainer).items())
+    assert trainer.step(2, make_batch(), None).applied
+
+
+def test_probe_reads_the_dense_view_on_its_steps_only() -> None:
+    trainer = Trainer(make_decoder(), make_decoder(), make_config(probe={"every": 3, "rows": 3}))
+    dense = [trainer.step(step, make_batch(step), None).kl_dense for step in (1, 2, 3, 4)]
+    assert [value is not None for value in dense] == [True, False, True, False]
+    assert dense[0] == 0.0  # nothing has moved yet: policy and reference are the same weights
+
+
+def test_kl_term_uses_the_reference_through_the_same_mask() -> None:
+    """With policy == reference the KL term has no gradient; a different mask would give it one."""
+    plain = Trainer(make_decoder(), make_decoder(), make_config())
+    with_kl = Trainer(make_decoder(), make_decoder(), make_config(grpo={"microbatch_rows": 4, "kl_coef": 10.0}))
+    assert abs(plain.step(1, make_batch(), None).grad_norm - with_kl.step(1, make_batch(), None).grad_norm) < 1e-4
+
+
+def test_compressed_gradient_is_that_of_the_masked_network() -> None:
+    """Against a forward pass that multiplies by a dense 0-or-H/k mask."""
+    decoder, batch = make_decoder(), make_batch()
+    codec = PrfCodec(seed=9, ratio=0.25)
+    rows = torch.arange(batch.samples)
+    packed = pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, rows)
+    staged = StagedPolicy(decoder, decoder.arch.split(4), torch.float32)
+    staged.token_stats(packed, codec=codec, step=2).logprobs.sum().backward()
+    compressed = {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+    decoder.zero_grad()
+    x = decoder.embed(packed.ids)
+    rotary = decoder.rotary(0, packed.ids.shape[1], x.dtype)
+    for layer in range(4):
+        x = decoder.run_layers(x, range(layer, layer + 1), rotary)
+        if layer < 3:
+            mask = torch.zeros(x.shape[0] * x.shape[1], 32)
+            kept = codec.channels(32, layer, 2, packed.tokens)
+            mask[packed.tokens.index] = torch.zeros(len(kept), 32).scatter(1, kept, 4.0)
+            x = x * mask.view(x.shape)
+    scores = F.log_softmax(decoder.head(x.reshape(-1, 32)[packed.select]), dim=-1)
+    scores.gather(1, packed.targets[:, None]).sum().backward()
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, compressed[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_sign_correction_is_the_formula_and_leaves_unsigned_parameters_alone() -> None:
+    first = torch.nn.Parameter(torch.zeros(4))
+    second = torch.nn.Parameter(torch.zeros(2))
+    first.grad, second.grad = torch.tensor([2.0, -2.0, 0.0, 4.0]), torch.tensor([1.0, -1.0])
+    positive = torch.tensor([True, True, True, False])
+    agreement = correct_gradients({"a": first, "b": second}, {"a": positive}, 0.25)
+    assert first.grad.tolist() == [2.0, 1.0, 0.0, -2.0]  # 0.25 g + 0.75 |g| s
+    assert second.grad.tolist() == [1.0, -1.0]
+    assert agreement == 1 / 3
+
+
+def test_group_without_signal_gives_no_gradient() -> None:
+    batch = make_batch(groups=1)
+    assert grpo.zero_advantage_groups(batch.rewards, batch.groups) == 1
+    trainer = Trainer(make_decoder(), make_decoder(), make_config())
+    before = weights(trainer)
+    assert trainer.step(1, batch, None).grad_norm == 0.0
+    assert all(torch.equal(before[name], after) for name, after in weights(trainer).items())
