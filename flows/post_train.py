@@ -105,12 +105,20 @@ def train(session: RunSession, progress: Progress, reporter: Reporter) -> Finish
         if evaluated or step % ARTIFACTS_EVERY == 0:
             report(session, step, reporter, tables=evaluated)
     finished = session.finish()
-    path = write_page(session, str(Path("reports") / session.run_id))
     reporter.gate.drain(5.0)
     report(session, last, reporter, tables=True)
+    progress.finish(finished, _page(session, progress))
     reporter.gate.drain(10.0)
-    progress.finish(finished, Path(path))
     return finished
+
+
+def _page(session: RunSession, progress: Progress) -> Path | None:
+    """The HTML report. A run that finished has finished, whether or not its page could be drawn."""
+    try:
+        return Path(write_page(session, str(Path("reports") / session.run_id)))
+    except Exception as error:
+        progress.note(f"no report page ({error}); try: sprawl report {session.run_id} --board {session.board}")
+        return None
 
 
 def open_session(options: RunOptions) -> RunSession:

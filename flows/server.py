@@ -14,6 +14,7 @@ from prefect.events.worker import EventsWorker
 from prefect.logging.configuration import setup_logging
 from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL
+from prefect.utilities.urls import url_for
 
 EXIT_GRACE_S = 5.0
 
@@ -36,8 +37,10 @@ def reachable(timeout_s: float = 3.0) -> bool:
 
 
 def flow_run_url(flow_run_id: str) -> str:
-    """Page of a flow run in the UI."""
-    return f"{str(PREFECT_API_URL.value()).removesuffix('/api')}/runs/flow-run/{flow_run_id}"
+    """Page of a flow run in the UI; on a server of one's own in the newer UI, which renders all artifacts."""
+    url = url_for("flow-run", obj_id=flow_run_id) or ""
+    base = str(PREFECT_API_URL.value()).removesuffix("/api")
+    return url.replace(f"{base}/runs/", f"{base}/v2/runs/")
 
 
 def quiet_console() -> None:

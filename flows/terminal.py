@@ -63,7 +63,7 @@ def run_in_terminal(options: RunOptions, *, up: bool) -> int:
         _clean_up(attached, stack if started else None)
         if not isinstance(error, Diverged):
             progress.note(how_to_resume(options, session))
-        server.bound_exit(2)
+        _leave(2)
         raise
 
 
@@ -156,6 +156,7 @@ def _clean_up(attached: Attached, stack: Stack | None) -> None:
 
 
 def _leave(code: int) -> int:
+    """The exit code, which a lost server may not delay."""
     if not server.reachable():
         server.bound_exit(code)
     return code

@@ -24,7 +24,6 @@ COMMANDS = {
     "sidecar": "sprawl.commands.serve:sidecar",
     "island": "sprawl.commands.serve:island",
     "anchor": "sprawl.commands.anchor:anchor",
-    "base": "sprawl.commands.base:base",
 }
 
 

@@ -74,7 +74,6 @@ def report(session: RunSession, step: int, reporter: Reporter, tables: bool = Fa
 @task(name="write-page", task_run_name="write-page", cache_policy=NO_CACHE, persist_result=False)
 def write_page(session: RunSession, directory: str) -> str:
     """Write the run's HTML report into `directory`; returns the path of the page."""
-    from sprawl.board.store import open_store
     from sprawl.report.page import write_report
 
-    return str(write_report(open_store(session.board), session.run_id, Path(directory)).index)
+    return str(write_report(session.store, session.run_id, Path(directory)).index)

@@ -74,7 +74,8 @@ class LocalStore:
     def children(self, prefix: str) -> Keys:
         try:
             with self._failures("list", prefix):
-                return sorted(name for name in os.listdir(self._path(prefix.rstrip("/"))) if not _is_temporary(name))
+                names = os.listdir(self._path(prefix.rstrip("/")))
+                return sorted(name for name in names if not name.startswith("."))
         except (FileNotFoundError, NotADirectoryError):
             return []
 

@@ -45,7 +45,9 @@ class RemoteStore:
 
         scheme = url.partition("://")[0]
         try:
-            filesystem, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
+            # No instance cache: a store opened after credentials or endpoint changed must not get the old client.
+            options = {"use_listings_cache": False, "skip_instance_cache": True, **_OPTIONS.get(scheme, {})}
+            filesystem, root = fsspec.core.url_to_fs(url, **options)
         except ImportError as error:
             package = _EXTRAS.get(scheme, f"the fsspec backend of {scheme}://")
             raise BoardError(f"board {url} needs {package}: {error}", f"pip install {package}") from None
@@ -87,7 +89,7 @@ class RemoteStore:
         path = self._path(prefix.rstrip("/"))
         found: Keys = self._call("list", prefix, lambda: self._filesystem.ls(path, detail=False), missing=[])
         names = (self._key(item.rstrip("/"))[len(prefix) :] for item in found)
-        return sorted(name for name in names if name)
+        return sorted(name for name in names if name and not name.startswith("."))
 
     def delete(self, key: str) -> None:
         self._call("delete", key, lambda: self._filesystem.rm_file(self._path(key)), missing=None)

@@ -52,7 +52,8 @@ class Store(Protocol):
         """Sorted keys that start with `prefix`, recursive."""
 
     def children(self, prefix: str) -> Keys:
-        """Sorted names directly under the folder `prefix` ("" or ending in "/"), without descending further."""
+        """Sorted names directly under the folder `prefix` ("" or ending in "/"), without descending further.
+        Names that start with a dot are internal and left out."""
 
     def delete(self, key: str) -> None:
         """Delete; a missing key is fine."""
@@ -99,7 +100,8 @@ class MemoryStore:
             return sorted(key for key in self._objects if key.startswith(prefix))
 
     def children(self, prefix: str) -> Keys:
-        return sorted({key[len(prefix) :].split("/", 1)[0] for key in self.list(prefix)})
+        names = {key[len(prefix) :].split("/", 1)[0] for key in self.list(prefix)}
+        return sorted(name for name in names if not name.startswith("."))
 
     def delete(self, key: str) -> None:
         with self._lock:

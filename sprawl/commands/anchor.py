@@ -33,7 +33,7 @@ def anchor(board: str, run_id: str, exit_with_parent: bool) -> None:
     torch.set_num_threads(service.config.threads.anchor)
     click.echo(f"anchor of {service.run_id}: every {service.config.anchor.every} steps, K={service.config.anchor.lag}")
 
-    def fire(step: int):  # type: ignore[no-untyped-def]
+    def fire(step: int):
         record = service.fire(step)
         click.echo(
             f"fire {step}: weights of steps {record.checkpoints}, rollouts of step {record.replayed_step}, "

@@ -73,7 +73,7 @@ def _print_stats(result: DeltaStats) -> None:
         )
     console.print(groups)
     decades = Table("old magnitude", box=None, pad_edge=False)
-    for heading in ("weights", "changed", "floor (half ulp)", "push where changed"):
+    for heading in ("weights", "changed", "floor (half ulp)", "step where changed"):
         decades.add_column(heading, justify="right")
     for decade in result.decades:
         decades.add_row(
@@ -81,7 +81,7 @@ def _print_stats(result: DeltaStats) -> None:
             f"{decade.elements:,}",
             f"{decade.changed / max(1, decade.elements):.3%}",
             f"{decade.floor:.1e}",
-            "" if decade.push is None else f"{decade.push:.1e}",
+            "" if decade.step is None else f"{decade.step:.1e}",
         )
     if result.decades:
         console.print()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 RUNNERS = click.Choice(["auto", "prefect", "plain"])
 
 
-def _options(function):  # type: ignore[no-untyped-def]
+def _options(function):
     """Options that `run` and `resume` share."""
     for option in (
         click.option(

@@ -38,14 +38,14 @@ class DecadeStats:
     """Elements whose old magnitude is in [10**exponent, 10**(exponent+1)); `exponent` None: zero.
 
     `floor` is the median half-ulp there: a smaller push leaves the served value as it is.
-    `push` is the median |new - old| of those that moved.
+    `step` is the median |new - old| of the served values that changed (whole ulps, so never below the floor).
     """
 
     exponent: int | None
     elements: int
     changed: int
     floor: float
-    push: float | None
+    step: float | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _decades(old: State, new: State) -> list[DecadeStats]:
                 elements=int(member.sum()),
                 changed=int((member & change).sum()),
                 floor=float(np.median(floor[member])),
-                push=float(np.median(steps)) if steps.size else None,
+                step=float(np.median(steps)) if steps.size else None,
             )
         )
     return rows

@@ -157,7 +157,7 @@ def _curves(ax: Axes, named: Named, column: str, title: str, unit: str) -> None:
         values = [getattr(record, column) for record in data.steps]
         window = smooth_window(len(values))
         means = rolling_mean(values, window)
-        ax.plot(step_numbers(data), values, ".", color=colour, alpha=0.18, markersize=3.5, markeredgewidth=0)
+        ax.plot(step_numbers(data), values, ".", color=colour, alpha=0.25, markersize=4, markeredgewidth=0)
         ax.plot(step_numbers(data)[window - 1 :], means, color=colour, linewidth=1.8)
         labels.append((means[-1], label, colour))
     set_title(ax, title)

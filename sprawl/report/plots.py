@@ -61,8 +61,8 @@ FIGURES = (
     ),
     FigureSpec(
         "kl",
-        "Healthy: the dense view is the real drift from the base and stays small. The view through the codec is "
-        "offset by the codec's noise and is not drift.",
+        "Healthy: the dense view is the real drift from the base and stays small. The view through the codec "
+        "carries the codec's noise and is not drift.",
         draw_kl,
     ),
     FigureSpec(
@@ -72,7 +72,7 @@ FIGURES = (
     ),
     FigureSpec(
         "sign_agreement",
-        "Healthy: above chance just after a fire, falling towards 50 % as M ages.",
+        "Healthy: at or above chance, highest just after a fire. Well below it M points away from the gradient.",
         draw_sign,
         lambda data: any(record.sign_agreement is not None for record in data.steps),
     ),

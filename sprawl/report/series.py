@@ -34,7 +34,7 @@ def smoothed(ax: Axes, steps: Sequence[int], values: Sequence[float], colour: st
     """Faint raw points and their moving mean; returns the last mean."""
     window = smooth_window(len(values))
     means = rolling_mean(values, window)
-    ax.plot(steps, values, ".", color=colour, alpha=0.3, markersize=4, markeredgewidth=0)
+    ax.plot(steps, values, ".", color=colour, alpha=0.4, markersize=5, markeredgewidth=0)
     ax.plot(steps[window - 1 :], means, color=colour, linewidth=1.8)
     return means[-1]
 

@@ -9,6 +9,7 @@ import io
 import math
 import textwrap
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ INK, MUTED, GRID = "#24292f", "#6e7781", "#e4e7eb"
 SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 
 STEP = "optimizer step"
-_LABEL_GAP = 0.072  # share of the axes' height between two direct labels
+_LINE = 0.07  # height of a line of a direct label, as a share of the axes' height
 
 
 def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.4, 3.3)) -> tuple[Figure, list[Axes]]:
@@ -64,7 +65,7 @@ def set_labels(ax: Axes, y: str, x: str = STEP) -> None:
     if x == STEP:
         from matplotlib.ticker import MaxNLocator
 
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     ax.set_xlabel(x, fontsize=8.5, color=MUTED)
     ax.set_ylabel(y, fontsize=8.5, color=MUTED)
 
@@ -92,7 +93,8 @@ def label_ends(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
     to_axes = ax.transScale + ax.transLimits
     x = ax.get_xlim()[1]
     placed = sorted((float(to_axes.transform((x, y))[1]), text, colour) for y, text, colour in labels)
-    heights = spread([height for height, _, _ in placed], _LABEL_GAP * max(1, 3.3 / _figure(ax).get_figheight()))
+    line = _LINE * max(1.0, 3.3 / _figure(ax).get_figheight())
+    heights = spread([height for height, _, _ in placed], [line * (1 + text.count("\n")) for _, text, _ in placed])
     for height, (_, text, colour) in zip(heights, placed, strict=True):
         ax.annotate(
             text,
@@ -106,16 +108,21 @@ def label_ends(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
         )
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights moved as little as needed to lie in [0, 1] with at least `gap` between neighbours."""
+def spread(centres: Sequence[float], sizes: Sequence[float]) -> list[float]:
+    """Ascending centres of boxes of the given sizes, moved as little as needed so that none overlap.
+
+    Centres stay in [0, 1] as long as there is room for all.
+    """
+    gaps = [(a + b) / 2 for a, b in pairwise(sizes)]
     result: list[float] = []
-    for height in heights:
-        floor = result[-1] + gap if result else 0.0
-        result.append(max(floor, min(1.0, height)))
-    ceiling = max(1.0, gap * (len(result) - 1))
+    for i, centre in enumerate(centres):
+        floor = result[-1] + gaps[i - 1] if result else 0.0
+        result.append(max(floor, min(1.0, centre)))
+    ceiling = max(1.0, sum(gaps))
     for i in range(len(result) - 1, -1, -1):
         result[i] = min(result[i], ceiling)
-        ceiling = result[i] - gap
+        if i:
+            ceiling = result[i] - gaps[i - 1]
     return result
 
 

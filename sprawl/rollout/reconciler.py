@@ -114,6 +114,7 @@ class Reconciler:
                 self._failures += 1
                 self._broken += isinstance(error, IntegrityError)
                 self.last_error = _describe(error)
+                self._looked_at = float("-inf")  # what was known of the board may be what is wrong
                 log.warning("still serving %s: %s", self._gate.version, self.last_error)
                 # Not cut short by `wake`: a failing store must not turn demand into a busy loop.
                 await asyncio.sleep(min(MAX_BACKOFF_S, self._poll_s * 2**self._failures))
@@ -143,13 +144,16 @@ class Reconciler:
         return True
 
     async def _head(self, applied: int | None) -> int | None:
-        """Newest version worth knowing of. Following the chain costs one small read; the full look-up is for cold
-        starts, and now and then, to notice a chain that retention cut."""
+        """Newest version worth knowing of. Following the chain costs one small read, a version that a request waits
+        for another (retention may have cut the chain below it); the full look-up is for cold starts and for now and
+        then."""
         now = time.monotonic()
         if applied is not None and now < self._looked_at + IDLE_LOOK_S:
             known = max(applied, self.latest_seen or 0)
-            if known == applied and await self._has(applied + 1):
-                known = applied + 1
+            needed = min((p.lowest for p in self._gate.waiting if p.lowest > known), default=known + 1)
+            for version in {known + 1, needed}:
+                if await self._has(version):
+                    known = max(known, version)
             self.latest_seen = known
         else:
             self.latest_seen = await asyncio.to_thread(self._reader.head)

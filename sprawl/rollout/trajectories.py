@@ -72,8 +72,9 @@ TENSORS = (
 
 def to_bytes(batch: RolloutBatch) -> bytes:
     """Serialise; the same batch gives the same bytes."""
-    metadata = {"format": FORMAT, "step": str(batch.step), "islands": json.dumps(batch.islands)}
-    return save({name: getattr(batch, name).contiguous() for name in TENSORS}, metadata)
+    # One metadata entry: safetensors writes several in random order.
+    described = json.dumps({"format": FORMAT, "step": batch.step, "islands": batch.islands})
+    return save({name: getattr(batch, name).contiguous() for name in TENSORS}, {"rollouts": described})
 
 
 def from_bytes(data: bytes, source: str) -> RolloutBatch:
@@ -81,12 +82,12 @@ def from_bytes(data: bytes, source: str) -> RolloutBatch:
     try:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata = header["__metadata__"]
+        metadata = json.loads(header["__metadata__"]["rollouts"])
         if metadata["format"] != FORMAT:
             raise IntegrityError(f"{source}: rollouts of format {metadata['format']!r}, this release reads {FORMAT!r}")
         return RolloutBatch(
-            step=int(metadata["step"]),
-            islands=tuple(json.loads(metadata["islands"])),
+            step=metadata["step"],
+            islands=tuple(metadata["islands"]),
             **{name: tensors[name] for name in TENSORS},
         )
     except (SafetensorError, KeyError, ValueError) as error:

@@ -189,7 +189,10 @@ class Collector:
         ]
         responses = await self.client.generate_many(requests)
         scores = [
-            [self.problems.score(problem, response_text(self.tokenizer, sample.token_ids)) for sample in response.samples]
+            [
+                self.problems.score(problem, response_text(self.tokenizer, sample.token_ids))
+                for sample in response.samples
+            ]
             for problem, response in zip(problems, responses, strict=True)
         ]
         batch = make_batch(step, problems, requests, responses, scores)

@@ -4,37 +4,51 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sprawl.errors import SprawlError
 from sprawl.report.page import write_report
 from sprawl.run.options import RunOptions
+from sprawl.run.receipts import FinishReceipt
 from sprawl.run.session import RunSession
+from sprawl.run.stopping import how_to_resume, terminate_as_interrupt
 from sprawl.run.terminal import Progress
 
-
-def resume_hint(options: RunOptions, run_id: str) -> str:
-    """The command that continues a run."""
-    return f"sprawl run {options.config_source} --resume {run_id}"
+INTERRUPTED = 130
 
 
 def run_plain(options: RunOptions, progress: Progress) -> int:
-    """Run to the end. Returns the exit code; 130 after Ctrl-C, when everything that was started has been stopped."""
+    """Run to the end. Returns the exit code: 0, 1 when the run finished with violations, 130 after Ctrl-C or SIGTERM.
+
+    However it ends, everything that was started has been stopped. Raises SprawlError as the session does.
+    """
     session = RunSession.open(options)
     try:
-        progress.start(session.prepare())
-        for step in range(session.head_step + 1, session.config.steps + 1):
-            session.collect(step)
-            session.train(step)
-            session.publish(step)
-            record = session.ledger.step(step)
-            if record is not None:
-                progress.step(record)
-            if session.evaluation_due(step):
-                progress.evaluation(session.evaluate(step))
-        finished = session.finish()
-        report = write_report(session.store, session.run_id, Path("reports") / session.run_id)
-        progress.finish(finished, report.index)
+        with terminate_as_interrupt():
+            finished = _steps(session, progress)
     except KeyboardInterrupt:
-        progress.note(f"\nstopping; to continue: {resume_hint(options, session.run_id)}")
-        return 130
+        session.close()
+        progress.note(f"interrupted; what was committed is on the board\n{how_to_resume(options, session)}")
+        return INTERRUPTED
+    except SprawlError:
+        session.close()
+        progress.note(how_to_resume(options, session))
+        raise
     finally:
         session.close()
     return 1 if finished.violations else 0
+
+
+def _steps(session: RunSession, progress: Progress) -> FinishReceipt:
+    progress.start(session.prepare())
+    for step in range(session.head_step + 1, session.config.steps + 1):
+        session.collect(step)
+        session.train(step)
+        session.publish(step)
+        record = session.ledger.step(step)
+        if record is not None:
+            progress.step(record)
+        if session.evaluation_due(step):
+            progress.evaluation(session.evaluate(step))
+    finished = session.finish()
+    report = write_report(session.store, session.run_id, Path("reports") / session.run_id)
+    progress.finish(finished, report.index)
+    return finished

@@ -35,6 +35,8 @@ from sprawl.policy import Decoder, Tokenizer
 from sprawl.policy.checkpoint import drop_tied_head, load_auxiliary, load_weights, read_architecture
 from sprawl.policy.fetch import ensure_base
 from sprawl.problems import load_problem_set
+from sprawl.report.data import load_run
+from sprawl.report.violations import find_violations
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.run.collector import Collected, Collector
 from sprawl.run.fleet import Fleet, FleetContext, open_fleet
@@ -77,7 +79,6 @@ class RunSession:
         self._step_started = 0.0
         self._closed = False
         self._collector: Collector | None = None
-        self._violations: list[str] = []
 
     # ---------------------------------------------------------------- opening
 
@@ -280,7 +281,8 @@ class RunSession:
         return record
 
     def finish(self) -> FinishReceipt:
-        """Wait for the last fire, rebuild and check every version on the board, write down what the islands say."""
+        """Wait for the last fire, write down what the islands say, rebuild and check every version on the board, and
+        hold the whole ledger against what a correct run can never say."""
         anchor = self.config.anchor
         if anchor.enabled and fire_due(self.config.steps, anchor.every):
             self._wait_for_fire(self.config.steps)
@@ -294,17 +296,15 @@ class RunSession:
                     "versions_verified": island.versions_verified,
                 },
             )
-            if island.versions_applied != island.versions_verified:
-                self._violations.append(f"{island.island_id} served versions it could not verify")
         report = verify_board(self.store, self.run_id)
         self._event(
             "verify",
             f"{report.versions} versions rebuilt from {report.keyframes} keyframes",
             {"checked": report.versions, "keyframes": report.keyframes, "problems": report.problems},
         )
-        self._violations += report.problems
-        self._event("finish", f"{self.head_step} steps")
-        return FinishReceipt(self.run_id, self.head_step, report.versions, self._violations)
+        violations = find_violations(load_run(self.store, self.run_id), finished=True)
+        self._event("finish", f"{self.head_step} steps, {len(violations)} violations")
+        return FinishReceipt(self.run_id, self.head_step, report.versions, violations)
 
     def close(self) -> None:
         """Stop what this session started. Idempotent, also after a failure half-way through `prepare`."""
@@ -351,7 +351,6 @@ class RunSession:
         else:
             message = f"replay to step {head} gave {digest[:16]}, published was {manifest.root_digest[:16]}"
             self._event("violation", message, step=head)
-            self._violations.append(message)
             self.publisher.resume(None, head)
         if head > 0 and self.ledger.step(head) is None and self._stats is not None and self._batch is not None:
             # Killed between the commit and its ledger record: the replay has just measured the same step again.

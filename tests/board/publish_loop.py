@@ -1,15 +1,16 @@
-"""Publishes random small steps of one run for ever; the crash test kills it. Usage: publish_loop BOARD RUN_ID.
+"""Publishes versions of one run until it is killed: the victim of the crash test.
 
 Deterministic: version v is the same state in every process, as a resumed trainer's would be.
 """
 
-import sys
+from multiprocessing.connection import Connection
 
 import torch
 
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
 from sprawl.board.store import open_store
+from sprawl.delta.codec import encode
 from sprawl.delta.state import State
 
 
@@ -23,17 +24,17 @@ def state_of(version: int) -> State:
     return state
 
 
-def main() -> None:
-    store = open_store(sys.argv[1], create=True)
-    head = VersionReader(store, sys.argv[2]).head()
-    # Starts one version early: a trainer that was killed does not know whether its last publish went through.
+def publish_forever(board: str, run_id: str, ready: Connection) -> None:
+    store = open_store(board)
+    head = VersionReader(store, run_id).head()
+    # Starts with the newest version again: a killed trainer does not know whether its last publish went through.
     version = 0 if head is None else head
-    publisher = Publisher(store, sys.argv[2], keyframe_every=4, dtype="bfloat16", files={"config.json": b"{}"})
-    print("ready", flush=True)
+    publisher = Publisher(store, run_id, keyframe_every=4, dtype="bfloat16", files={"config.json": b"{}"})
+    ready.send("ready")
     while True:
         publisher.publish(version, version, state_of(version))
         version += 1
 
 
-if __name__ == "__main__":
-    main()
+# The fork server imports this module: victims inherit the loaded kernels, so that they die while publishing.
+encode(state_of(0), state_of(1))

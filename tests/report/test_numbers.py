@@ -53,10 +53,16 @@ def test_wilson_contains_the_share(correct, total):
 
 @given(st.lists(st.floats(-0.5, 1.5), min_size=1, max_size=8))
 def test_spread_labels_do_not_overlap_and_keep_their_order(heights):
-    placed = spread(sorted(heights), 0.07)
+    placed = spread(sorted(heights), [0.07] * len(heights))
     assert all(b - a >= 0.07 - 1e-9 for a, b in itertools.pairwise(placed))
     assert min(placed) >= -1e-9
     assert max(placed) <= 1.0 + 1e-9
+
+
+def test_spread_gives_tall_labels_more_room_and_leaves_distant_ones_alone():
+    assert spread([0.5, 0.52], [0.07, 0.14]) == pytest.approx([0.5, 0.605])
+    assert spread([0.1, 0.9], [0.07, 0.14]) == [0.1, 0.9]
+    assert spread([], []) == []
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_every_token_is_attributed_to_the_version_that_made_it(mode: str) -> Non
 
     async def scenario() -> None:
         run, engine = TinyRun().publish(1), FakeEngine(token_s=0.001)
-        async with Stack(run, engine, follow="eager", mode=mode) as stack:
+        async with Stack(run, engine, follow="eager", mode=mode, patience_s=0.02) as stack:
             swapped_inside = 0
             await until(lambda: stack.gate.version == 0)
 
@@ -124,6 +124,7 @@ def test_every_token_is_attributed_to_the_version_that_made_it(mode: str) -> Non
                     try:
                         answer = await stack.service.generate([[5]], SamplingParams(n=2, max_new_tokens=8), policy)
                     except Refused:
+                        await asyncio.sleep(0.001)
                         continue
                     for sample in answer.groups[0]:
                         named = [span.version for span in sample.spans for _ in range(span.start, span.end)]

@@ -54,7 +54,6 @@ def make_batch(seed: int = 0, groups: int = 3, samples: int = 4, step: int = 1) 
     tokens = tokens.masked_fill(torch.arange(width)[None] >= (prompt + response)[:, None], 0)
     logprobs = -torch.rand(count, int(response.max()), generator=generator)
     logprobs = logprobs.masked_fill(torch.arange(logprobs.shape[1])[None] >= response[:, None], 0)
-    zeros = torch.zeros(count, dtype=torch.int32)
     return RolloutBatch(
         step=step,
         tokens=tokens.int(),
@@ -64,7 +63,7 @@ def make_batch(seed: int = 0, groups: int = 3, samples: int = 4, step: int = 1) 
         rewards=(torch.arange(count) % samples < 2).float() * (torch.arange(count) >= samples).float(),
         groups=(torch.arange(count) // samples).int(),
         seeds=torch.arange(count),
-        version_start=zeros,
-        version_end=zeros,
+        version_start=torch.zeros(count, dtype=torch.int32),
+        version_end=torch.zeros(count, dtype=torch.int32),
         islands=("island-0",) * groups,
     )

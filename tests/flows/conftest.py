@@ -1,0 +1,152 @@
+"""A Prefect server for the tests of flows, and a session that records what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sprawl.board.records import EvaluationRecord, StepRecord, Views, Wire
+from sprawl.config import RunConfig, parse_config
+from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[None]:
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+def step_record(step: int) -> StepRecord:
+    wire = Wire(sent=5, dense=100)
+    return StepRecord(
+        step=step,
+        epoch=1,
+        version=step,
+        finished_at=float(step),
+        reward=0.5,
+        reward_std=0.1,
+        groups=2,
+        zero_advantage_groups=0,
+        response_tokens=10,
+        response_length=5.0,
+        entropy=Views(compression=1.0),
+        kl=Views(compression=0.0),
+        mismatch=0.1,
+        ratio_max_error=0.0,
+        clip_share=0.0,
+        loss=0.0,
+        grad_norm=1.0,
+        applied=True,
+        staleness=0.0,
+        staleness_max=0,
+        boundary=wire,
+        delta=wire,
+        sign=Wire(sent=0, dense=0),
+        changed_share=0.01,
+        seconds={"total": 1.0},
+    )
+
+
+@dataclass
+class FakeLedger:
+    committed: dict[int, StepRecord] = field(default_factory=dict)
+
+    def step(self, step: int) -> StepRecord | None:
+        return self.committed.get(step)
+
+
+@dataclass
+class FakeSession:
+    """`RunSession` without a model: `calls` is everything asked of it; `faults` run before a call does anything."""
+
+    config: RunConfig
+    head_step: int = 0
+    run_id: str = "tiny-1"
+    board: str = "/nowhere"
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    faults: dict[tuple[str, int], list[Callable[[], Any]]] = field(default_factory=dict)
+    ledger: FakeLedger = field(default_factory=FakeLedger)
+    store: None = None
+    closed: int = 0
+
+    def _call(self, name: str, step: int) -> None:
+        self.calls.append((name, step))
+        if faults := self.faults.get((name, step)):
+            faults.pop(0)()
+
+    def prepare(self) -> StartReceipt:
+        self._call("prepare", 0)
+        return StartReceipt(self.run_id, self.head_step, self.config.steps, self.head_step > 0, 0, 10, "dense")
+
+    def collect(self, step: int) -> CollectReceipt:
+        self._call("collect", step)
+        return CollectReceipt(step, 4, 0.5, 10, [step - 1], 0.1, False)
+
+    def train(self, step: int) -> TrainReceipt:
+        self._call("train", step)
+        return TrainReceipt(step, 0.0, 1.0, True, None, 0.1, False)
+
+    def publish(self, step: int) -> PublishReceipt:
+        self._call("publish", step)
+        self.ledger.committed[step] = step_record(step)
+        self.head_step = step
+        return PublishReceipt(step, step, "delta", 5, 100, 0.01, "ab", 0.1, False)
+
+    def evaluation_due(self, step: int) -> bool:
+        return step == self.config.steps
+
+    def evaluate(self, step: int) -> EvaluationRecord:
+        self._call("evaluate", step)
+        return EvaluationRecord(
+            version=step, step=step, problems=4, correct=3, accuracy=0.75, seconds=0.1, finished_at=1.0
+        )
+
+    def finish(self) -> FinishReceipt:
+        self._call("finish", self.head_step)
+        return FinishReceipt(self.run_id, self.head_step, self.head_step + 1)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSession:
+    monkeypatch.chdir(tmp_path)
+    return FakeSession(parse_config({"name": "tiny", "steps": 3, "policy": {"base": "x"}}, "test"))
+
+
+@dataclass
+class Recorder:
+    """A progress that keeps what it is shown."""
+
+    steps: list[int] = field(default_factory=list)
+    evaluations: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    finished: list[Any] = field(default_factory=list)
+
+    def start(self, receipt: StartReceipt) -> None:
+        self.notes.append(f"start {receipt.run_id}")
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.evaluations.append(record.version)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def finish(self, receipt: FinishReceipt, report_path: Path | None) -> None:
+        self.finished.append(SimpleNamespace(receipt=receipt, path=report_path))
+
+
+@pytest.fixture
+def progress() -> Recorder:
+    return Recorder()

@@ -1,0 +1,99 @@
+"""A real run with real processes, killed and resumed: it ends with the same bits as the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sprawl.board.ledger import Ledger
+from sprawl.board.reader import VersionReader
+from sprawl.board.store import open_store
+from sprawl.board.verify import verify_board
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+SETTINGS = [
+    f"steps={STEPS}",
+    "anchor.every=4",
+    "anchor.lag=4",
+    "checkpoint.every=2",
+    "publish.keyframe_every=5",
+    "evaluate.every=6",
+    "evaluate.problems=20",
+    "rollout.prompts=4",
+    "rollout.samples=4",
+    "rollout.max_new_tokens=5",
+]
+
+
+def command(board: Path, run_id: str, resume: bool) -> list[str]:
+    base = [sys.executable, "-m", "sprawl.cli", "run", "configs/tiny.yaml", "--runner", "plain", "--board", str(board)]
+    if resume:
+        return [*base, "--resume", run_id]
+    return [*base, "--run-id", run_id, *(part for setting in SETTINGS for part in ("--set", setting))]
+
+
+def root_digests(board: Path, run_id: str) -> list[str]:
+    reader = VersionReader(open_store(str(board)), run_id)
+    manifests = [reader.manifest(version) for version in range(STEPS + 1)]
+    return [manifest.root_digest for manifest in manifests if manifest is not None]
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """kill -9 of the run and of every process it started."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family, timeout=10)
+    process.wait(10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_run_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path) -> None:
+    board = tmp_path / "board"
+    subprocess.run(command(board, "calm", resume=False), cwd=ROOT, check=True, timeout=240)
+    calm = root_digests(board, "calm")
+    assert len(calm) == STEPS + 1
+
+    store = open_store(str(board))
+    for kill_after in (3, 8):
+        process = subprocess.Popen(command(board, "killed", resume=kill_after > 3), cwd=ROOT)
+        deadline = time.monotonic() + 120
+        while not store.exists(f"killed/manifests/{kill_after:08d}.json"):
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        kill_tree(process)
+    subprocess.run(command(board, "killed", resume=True), cwd=ROOT, check=True, timeout=240)
+
+    assert root_digests(board, "killed") == calm
+    ledger = Ledger(store, "killed")
+    assert [record.step for record in ledger.steps()] == list(range(1, STEPS + 1))
+    assert [record.step for record in ledger.fires()] == [4, 8, 12]
+    assert all(record.newest_step <= record.step - 4 for record in ledger.fires())
+    assert [record.version for record in ledger.evaluations()] == [6, 12]
+    assert verify_board(store, "killed").problems == []
+    assert sum(event.kind == "resume" for event in ledger.events()) == 2
+    assert not [event.message for event in ledger.events() if event.kind == "violation"]
+    rewards = [[record.reward for record in Ledger(store, run).steps()] for run in ("calm", "killed")]
+    assert rewards[0] == rewards[1]
+
+    output = subprocess.run(
+        [sys.executable, "-m", "sprawl.cli", "report", "killed", "--board", str(board), "--json"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    ).stdout
+    summary = json.loads(output)
+    assert summary["steps"] == STEPS
+    assert summary["fires"] == 3
+    assert summary["violations"] == []
+    assert summary["versions_verified"] == summary["versions_published"] == STEPS + 1
