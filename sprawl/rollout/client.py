@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -164,10 +165,9 @@ class RolloutClient:
                 attempts.deadline = max(attempts.deadline, now + self._timeout_s)
             self._freed.clear()
             wake_at = min([i.rested_at for i in left if i.rested_at > now] + [now + REFRESH_S, attempts.deadline])
-            try:
-                await asyncio.wait_for(self._freed.wait(), max(0.01, wake_at - now))
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.01, wake_at - now)):
+                    await self._freed.wait()
 
     def _rest(self, island: _Island, error: str) -> None:
         island.last_error = error

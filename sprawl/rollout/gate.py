@@ -216,7 +216,9 @@ class Gate:
         """Sleep until the state changed or the deadline passed."""
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that meets a wake-up.
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()

@@ -135,7 +135,8 @@ class Island:
                 self.say(f"run {self.record.run_id} has no version yet; waiting for version 0")
                 said = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), 0.5)
+                async with asyncio.timeout(0.5):
+                    await self._stop.wait()
         await self._unregister()
         return False
 
@@ -211,7 +212,8 @@ class Island:
         self.say(f"{self.island_id} drains: {service.gate.active} requests in flight")
         await self._beat()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.gate.idle(), DRAIN_S)
+            async with asyncio.timeout(DRAIN_S):
+                await service.gate.idle()
         await self._unregister()
 
     # --- the board ---

@@ -121,7 +121,8 @@ class Reconciler:
                 continue
             if nap:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), nap)
+                    async with asyncio.timeout(nap):
+                        await self._wake.wait()
 
     async def advance(self) -> bool:
         """Put one version into service if there is one to put. True when something changed."""

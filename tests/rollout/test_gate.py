@@ -215,3 +215,16 @@ def test_a_cancelled_waiter_leaves_no_demand() -> None:
         assert gate.waiting == []
 
     go(scenario())
+
+
+def test_a_cancellation_that_meets_a_wake_up_is_not_lost() -> None:
+    async def scenario() -> None:
+        gate = serving(0)
+        waiter = asyncio.ensure_future(gate.admit(EXACT_1, 5).__aenter__())
+        await until(lambda: gate.waiting)
+        gate._notify()
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+
+    go(scenario())
