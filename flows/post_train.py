@@ -18,6 +18,7 @@ from prefect.states import Cancelled, State
 from flows.progress import LoggedProgress, Progress
 from flows.server import flow_run_url
 from sprawl.board.records import EvaluationRecord
+from tasks.artifacts import ArtifactGate
 from tasks.collect_rollouts import collect_rollouts
 from tasks.evaluate import evaluate_version
 from tasks.publish_version import publish_version
@@ -75,7 +76,7 @@ def post_train(
         if attached is not None:
             attached.flow_run_id = flow_run_id
             progress.note(f"UI: {flow_run_url(flow_run_id)}")
-        finished = train(session, progress, Reporter(flow_run_id))
+        finished = train(session, progress, Reporter(flow_run_id, ArtifactGate(on_pause=progress.note)))
         if attached is not None:
             attached.finished = finished
         return finished.as_dict()
@@ -102,12 +103,12 @@ def train(session: RunSession, progress: Progress, reporter: Reporter) -> Finish
         evaluated = session.evaluation_due(step)
         if evaluated:
             progress.evaluation(EvaluationRecord(**evaluate_version(session, step)))
-        if evaluated or step % ARTIFACTS_EVERY == 0:
+        if step < last and (evaluated or step % ARTIFACTS_EVERY == 0):
             report(session, step, reporter, tables=evaluated)
     finished = session.finish()
-    reporter.gate.drain(5.0)
-    report(session, last, reporter, tables=True)
+    reporter.gate.drain(5.0)  # the page and the artifacts draw figures: not at the same time
     progress.finish(finished, _page(session, progress))
+    report(session, last, reporter, tables=True)
     reporter.gate.drain(10.0)
     return finished
 

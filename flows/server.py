@@ -12,7 +12,7 @@ import httpx
 from prefect.context import refresh_global_settings_context
 from prefect.events.worker import EventsWorker
 from prefect.logging.configuration import setup_logging
-from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
+from prefect.logging.handlers import APILogHandler, APILogWorker
 from prefect.settings import PREFECT_API_URL
 from prefect.utilities.urls import url_for
 
@@ -46,14 +46,16 @@ def flow_run_url(flow_run_id: str) -> str:
 def quiet_console() -> None:
     """Keep Prefect's own log out of the terminal; the server still gets all of it."""
     setup_logging()
-    for name in (None, "prefect"):
+    for name in (None, "prefect", "prefect._internal"):  # the last one prints whole events when a server is lost
         for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, PrefectConsoleHandler):
+            if not isinstance(handler, APILogHandler):
                 handler.setLevel(logging.CRITICAL)
 
 
 def flush(timeout_s: float = 5.0) -> None:
-    """Send queued events and log lines now; call it before stopping the server they go to."""
+    """Send queued events and log lines now, where a server answers; call it before stopping that server."""
+    if not reachable():
+        return
     with contextlib.suppress(Exception):  # the view of a run is never a reason to fail it
         EventsWorker.drain_all(timeout=timeout_s)
         APILogWorker.drain_all(timeout=timeout_s)

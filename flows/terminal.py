@@ -7,10 +7,7 @@ the UI shows the same flow run, tasks and artifacts as it would for the deployme
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect.exceptions import TerminationSignal
@@ -24,7 +21,6 @@ from sprawl.errors import Diverged, SprawlError
 if TYPE_CHECKING:
     from sprawl.config import RunConfig
     from sprawl.run.options import RunOptions
-    from sprawl.run.session import RunSession
 
 INTERRUPTED = 130
 
@@ -37,6 +33,7 @@ def run_in_terminal(options: RunOptions, *, up: bool) -> int:
     has to answer. Raises SprawlError when none does. A stack this call started is stopped again when the run is
     interrupted or fails, and stays up for a look at the UI when it finishes.
     """
+    from sprawl.run.stopping import how_to_resume, terminate_as_interrupt
     from sprawl.run.terminal import Progress as TerminalProgress
 
     progress: Progress = TerminalProgress()
@@ -45,12 +42,12 @@ def run_in_terminal(options: RunOptions, *, up: bool) -> int:
     session = open_session(options)  # first: a wrong config or board is found before anything starts
     attached = Attached(session, progress)
     try:
-        with _terminate_as_interrupt():
+        with terminate_as_interrupt():
             started = _connect(stack, up, progress)
             server.quiet_console()
             _run(options, attached)
         server.flush()
-        if attached.flow_run_id is not None:
+        if attached.flow_run_id is not None and server.reachable():
             progress.note(f"UI: {server.flow_run_url(attached.flow_run_id)}")
         if up:
             progress.note("the stack stays up; to stop it: sprawl down")
@@ -135,18 +132,6 @@ def config_overrides(config: RunConfig, source: str) -> list[str]:
     return list(changes(base.model_dump(mode="json"), config.model_dump(mode="json"), ""))
 
 
-def how_to_resume(options: RunOptions, session: RunSession) -> str:
-    """The commands that go on with a run."""
-    from sprawl.run.options import absolute_board
-
-    source, run_id = options.config_source, session.run_id
-    board = "" if options.board == absolute_board(session.config.board) else f" --board {options.board}"
-    if not Path(source).is_file():
-        return f"to continue: sprawl resume {run_id}{board}"
-    arguments = f"--resume {run_id}{board}"
-    return f'to continue: sprawl run {source} {arguments}\n         or: make run CONFIG={source} ARGS="{arguments}"'
-
-
 def _clean_up(attached: Attached, stack: Stack | None) -> None:
     """Stop the run's processes (again: closing is idempotent) and the stack, if it is ours to stop."""
     attached.session.close()
@@ -160,17 +145,3 @@ def _leave(code: int) -> int:
     if not server.reachable():
         server.bound_exit(code)
     return code
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM is Ctrl-C: stop in order, print how to resume."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -29,7 +29,9 @@ DEFAULT_PORT = 4200
 FORMAT = 1
 
 # Batching cuts the server's cost of a task run from 30 to 10 ms of CPU and keeps SQLite from lock errors.
-SERVER_SETTINGS = {
+SETTINGS = {
+    # A server that restarts within half a minute loses nothing; one that is gone does not hold a finished run for long.
+    "PREFECT_CLIENT_MAX_RETRIES": "4",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
@@ -113,7 +115,7 @@ class Stack:
     def environment(self, api_url: str) -> dict[str, str]:
         """Environment in which a process talks to this stack's server and to no other."""
         env = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN_SETTINGS)}
-        return env | {"PREFECT_HOME": str(self.home / "prefect"), "PREFECT_API_URL": api_url} | SERVER_SETTINGS
+        return env | {"PREFECT_HOME": str(self.home / "prefect"), "PREFECT_API_URL": api_url} | SETTINGS
 
     def up(self, port: int | None = None, wait_s: float = 120.0) -> StackInfo:
         """Bring the stack up and return once it can run flows; one that is up already is returned as it is.
@@ -128,7 +130,8 @@ class Stack:
                     raise SprawlError(f"the stack is already up on port {state.port}", "`sprawl down` first")
                 if self._wait(state, min(wait_s, 30.0)):
                     return self._complete(state, started=False)
-                end_tree([item for item in (state.worker, state.server) if item])  # hung: replace it
+            if state:  # a hung server, or the worker of one that died
+                end_tree([item for item in (state.worker, state.server) if item])
             notes: tuple[str, ...] = ()
             chosen = self._choose_port(port)
             if port is None and chosen != DEFAULT_PORT:

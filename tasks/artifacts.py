@@ -25,6 +25,7 @@ class ArtifactGate:
 
     timeout_s: a write that takes longer counts as failed (it is abandoned, not interrupted).
     max_failures: failures in a row that open the breaker, for `cooldown_s`; then one write is tried again.
+    on_pause: told, in one line, each time the breaker opens.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class ArtifactGate:
         timeout_s: float = 20.0,
         max_failures: int = 3,
         cooldown_s: float = 120.0,
+        on_pause: Callable[[str], None] = logger.warning,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout_s = timeout_s
         self._max_failures = max_failures
         self._cooldown_s = cooldown_s
+        self._on_pause = on_pause
         self._clock = clock
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -88,7 +91,9 @@ class ArtifactGate:
             opened = self._failures >= self._max_failures
             if opened:
                 self._open_until = self._clock() + self._cooldown_s
-        logger.warning("artifact not written (%s)%s", why, "; artifacts pause, training goes on" if opened else "")
+        logger.info("artifact not written: %s", why)
+        if opened:
+            self._on_pause(f"Prefect takes no artifacts ({why}); they pause, training goes on")
 
 
 def artifact_key(*parts: str) -> str:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Reporter:
     """Everything that writing the artifacts of one flow run needs: the gate and the writer."""
 
-    def __init__(self, flow_run_id: Any, gate: ArtifactGate | None = None) -> None:
-        self.gate = gate or ArtifactGate()
+    def __init__(self, flow_run_id: Any, gate: ArtifactGate) -> None:
+        self.gate = gate
         self.writer = ArtifactWriter(flow_run_id)
 
     def write(self, session: RunSession, step: int, *, tables: bool) -> None:

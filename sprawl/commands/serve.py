@@ -93,13 +93,15 @@ def sidecar(**options: Any) -> None:
 def _run(options: dict[str, Any], *, registered: bool) -> None:
     if (options["tls_cert"] is None) != (options["tls_key"] is None):
         raise SprawlError("--tls-cert and --tls-key belong together", "give both or none")
+    from sprawl.rollout.listen import IslandSettings, bind
+
+    parent = os.getppid()
+    settings = IslandSettings(registered=registered, token=os.environ.get("SPRAWL_TOKEN") or None, **options)
+    listener = bind(settings)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # Before torch is imported: idle OpenMP threads that spin would starve the other processes of this machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    from sprawl.rollout.island import IslandSettings, run_island
+    from sprawl.rollout.island import run_island
 
-    token = os.environ.get("SPRAWL_TOKEN") or None
-    settings = IslandSettings(registered=registered, token=token, **options)
-    sys.exit(run_island(settings, click.echo))
+    sys.exit(run_island(settings, listener, parent, click.echo))

@@ -123,7 +123,7 @@ Trained in {seconds:.0f} s of one CPU core with torch {torch}. Licence: Apache-2
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
-@click.option("--steps", default=1000, show_default=True, help="Optimizer steps.")
+@click.option("--steps", default=3000, show_default=True, help="Optimizer steps.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--wanted", default=0.35, show_default=True, help="Share of targets in the wanted format.")
 def main(out: Path, steps: int, seed: int, wanted: float) -> None:

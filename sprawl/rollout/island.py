@@ -28,8 +28,8 @@ from sprawl.board.records import IslandRecord, RunRecord
 from sprawl.board.store import open_store
 from sprawl.errors import BoardError, SprawlError
 from sprawl.policy.tokenizer import Tokenizer
-from sprawl.rollout.gate import CommitMode, Gate
-from sprawl.rollout.listen import base_url, bind
+from sprawl.rollout.gate import Gate
+from sprawl.rollout.listen import IslandSettings, base_url
 from sprawl.rollout.reconciler import Follow, Reconciler
 from sprawl.rollout.service import Service
 from sprawl.rollout.sidecar import build_app
@@ -40,37 +40,15 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 LOOK_S = 0.2  # how often a change of state is noticed and written at once
 DRAIN_S = 30.0
-LINGER_S = 10.0
+LINGER_S = 5.0
 FAILED = 3
 
 
-@dataclass(frozen=True)
-class IslandSettings:
-    """How to run one island. None means: as the run's own configuration says."""
+def run_island(settings: IslandSettings, listener: socket.socket, parent: int, say: Callable[[str], None]) -> int:
+    """Serve on `listener` (see `sprawl.rollout.listen.bind`) until SIGTERM or SIGINT; returns the exit code.
 
-    board: str
-    run_id: str | None
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any free port
-    island_id: str | None = None
-    registered: bool = True
-    advertise_url: str | None = None  # where others reach the sidecar; default: what it listens on
-    follow: Follow | None = None
-    commit_mode: CommitMode = "in_place"
-    max_wait_s: float = 30.0
-    threads: int | None = None
-    compute_dtype: Literal["float32", "bfloat16"] | None = None
-    exit_with_parent: bool = False
-    token: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-
-
-def run_island(settings: IslandSettings, say: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. Raises SprawlError when it cannot start: the port is
-    taken, the host is reachable from outside and there is no token, or there is no such run."""
-    parent = os.getppid()
-    listener = bind(settings)
+    `parent` is the process that started this one, as it was at the start. Raises BoardError when there is no such run.
+    """
     try:
         store = open_store(settings.board)
         run_id = resolve_run(store, settings.run_id or "latest")

@@ -1,30 +1,39 @@
-"""Where a sidecar listens and how others reach it. Checked before anything else starts."""
+"""How an island is to be run, where it listens and how others reach it. Light, so that a taken port is found before
+anything heavy is loaded."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import socket
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 from sprawl.errors import SprawlError
+from sprawl.rollout.gate import CommitMode
+from sprawl.rollout.reconciler import Follow
 
 
-class Listening(Protocol):
-    """The settings this module reads."""
+@dataclass(frozen=True)
+class IslandSettings:
+    """How to run one island. None means: as the run's own configuration says."""
 
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def token(self) -> str | None: ...
-    @property
-    def registered(self) -> bool: ...
-    @property
-    def advertise_url(self) -> str | None: ...
-    @property
-    def tls_cert(self) -> str | None: ...
+    board: str
+    run_id: str | None
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port
+    island_id: str | None = None
+    registered: bool = True
+    advertise_url: str | None = None  # where others reach the sidecar; default: what it listens on
+    follow: Follow | None = None
+    commit_mode: CommitMode = "in_place"
+    max_wait_s: float = 30.0
+    threads: int | None = None
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    exit_with_parent: bool = False
+    token: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
 
 
 def is_loopback(host: str) -> bool:
@@ -37,7 +46,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def bind(settings: Listening) -> socket.socket:
+def bind(settings: IslandSettings) -> socket.socket:
     """A listening socket. Raises SprawlError: the port is taken, the host is not ours, or it is reachable from
     outside and there is no token."""
     host, port = settings.host, settings.port
@@ -69,7 +78,7 @@ def bind(settings: Listening) -> socket.socket:
     return listener
 
 
-def base_url(settings: Listening, listener: socket.socket) -> str:
+def base_url(settings: IslandSettings, listener: socket.socket) -> str:
     """The URL others are told: the advertised one, else the address the socket listens on."""
     if settings.advertise_url is not None:
         return settings.advertise_url.rstrip("/")

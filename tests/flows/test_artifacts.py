@@ -34,12 +34,14 @@ def test_a_write_that_blocks_does_not_block_the_caller() -> None:
 
 def test_failures_open_the_breaker_and_success_after_the_cooldown_closes_it() -> None:
     clock = Clock()
-    gate = ArtifactGate(max_failures=2, cooldown_s=60, clock=clock)
+    said: list[str] = []
+    gate = ArtifactGate(max_failures=2, cooldown_s=60, on_pause=said.append, clock=clock)
     tried = []
     for _ in range(2):
         assert gate.submit(fail)
         gate.drain(5)
     assert gate.open
+    assert said == ["Prefect takes no artifacts (ConnectionError: no server); they pause, training goes on"]
     assert not gate.submit(lambda: tried.append(1))
     clock.now = 61
     assert not gate.open

@@ -110,6 +110,21 @@ def test_an_interrupted_start_leaves_nothing_running(tmp_path: Path, monkeypatch
     assert processes_below(home) == []
 
 
+def test_the_worker_of_a_server_that_died_is_replaced_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / ".sprawl"
+    home.mkdir()
+    worker = spawn([sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log", env=os.environ)
+    identity = ProcessId.of(worker.pid)
+    assert identity is not None
+    state = {"port": free_port(), "server": {"pid": 1, "started": 0.0}, "worker": identity.as_dict()}
+    (home / "stack.json").write_text(json.dumps(state))
+    started = StackInfo("api", "ui", 1, True)
+    monkeypatch.setattr(Stack, "_start", lambda self, port, wait_s, notes: started)
+    assert Stack(home).up(free_port()) is started
+    worker.wait(20)
+    assert not identity.alive
+
+
 def test_a_recycled_pid_in_the_state_is_neither_up_nor_ended(tmp_path: Path) -> None:
     home = tmp_path / ".sprawl"
     home.mkdir()

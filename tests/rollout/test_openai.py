@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,10 +10,12 @@ import httpx
 import pytest
 
 from sprawl.rollout.fake import FakeEngine
-from tests.rollout.support import CHARACTERS, EOS, Stack, go
-from tests.rollout.test_sidecar import TinyRun, client_of, with_client
+from sprawl.rollout.rows import Row
+from tests.rollout.support import CHARACTERS, EOS, Stack, TinyRun, go
+from tests.rollout.test_sidecar import client_of, with_client
 
-TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a {% endif %}"
+TURNS = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}a {% endif %}"
 
 
 class Speller(FakeEngine):
@@ -24,8 +27,6 @@ class Speller(FakeEngine):
 
     async def generate(self, input_ids: Any, params: Any, watch: Any = None) -> Any:
         self.calls.append(("generate", tuple(input_ids), params))
-        from sprawl.rollout.rows import Row
-
         rows = [Row() for _ in range(params.n)]
         assert self.version is not None
         for token in self._script:
@@ -144,8 +145,6 @@ def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
         engine = FakeEngine(token_s=0.005)
         stack = Stack(TinyRun().publish(1), engine)
         async with client_of(stack) as client:
-            import asyncio
-
             body = {"prompt": "1", "stream": True, "max_tokens": 2000}
             request = asyncio.ensure_future(client.post("/v1/completions", json=body))
             await asyncio.sleep(0.2)

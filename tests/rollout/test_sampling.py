@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -70,4 +72,4 @@ def test_derived_seeds_start_with_the_seed_and_do_not_overlap() -> None:
 def test_spans_cover_every_token_once(versions: list[int]) -> None:
     spans = spans_of(versions)
     assert [span.version for span in spans for _ in range(span.start, span.end)] == versions
-    assert all(a.version != b.version and a.end == b.start for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.version != b.version and a.end == b.start for a, b in pairwise(spans))

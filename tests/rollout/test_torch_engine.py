@@ -47,6 +47,11 @@ async def engine_at(version: int, **options) -> TorchEngine:
     return engine
 
 
+def count(seen: list[int]) -> bool:
+    seen.append(1)
+    return False
+
+
 async def swap(engine: TorchEngine, version: int) -> None:
     await engine.pause()
     await engine.swap(served(version), {"model.norm.weight"})
@@ -143,7 +148,7 @@ def test_pause_freezes_between_tokens_and_swap_needs_it() -> None:
         engine = await engine_at(1)
         seen: list[int] = []
         work = asyncio.ensure_future(
-            engine.generate([5], SamplingParams(max_new_tokens=200), lambda row, token, logprob: bool(seen.append(1)))
+            engine.generate([5], SamplingParams(max_new_tokens=200), lambda row, token, logprob: count(seen))
         )
         await until(lambda: len(seen) > 3)
         with pytest.raises(RuntimeError):
@@ -164,7 +169,7 @@ def test_cancelling_stops_the_work_even_while_paused() -> None:
         engine = await engine_at(1)
         seen: list[int] = []
         work = asyncio.ensure_future(
-            engine.generate([5], SamplingParams(max_new_tokens=250), lambda row, token, logprob: bool(seen.append(1)))
+            engine.generate([5], SamplingParams(max_new_tokens=250), lambda row, token, logprob: count(seen))
         )
         queued = asyncio.ensure_future(engine.generate([6], SamplingParams(max_new_tokens=250)))
         await until(lambda: len(seen) > 3)
