@@ -177,14 +177,17 @@ class Decoder(nn.Module):
         weight = self.model.embed_tokens.weight if self.arch.tied else self.lm_head.weight
         return F.linear(x, weight).float()
 
-    def forward(self, input_ids: Tensor, cache: KvCache | None = None) -> Tensor:
-        """[B, T] int64 -> fp32 logits [B, T, V]. With a cache the T positions are appended to it."""
+    def forward(self, input_ids: Tensor, cache: KvCache | None = None, *, last_only: bool = False) -> Tensor:
+        """[B, T] int64 -> fp32 logits [B, T, V]. With a cache the T positions are appended to it.
+
+        `last_only` gives the last position's logits, [B, V]: the head is the largest matrix of a small model.
+        """
         x = self.embed(input_ids)
         rotary = self.rotary(cache.length if cache is not None else 0, input_ids.shape[1], x.dtype)
         x = self.run_layers(x, range(self.arch.layers), rotary, cache)
         if cache is not None:
             cache.length += input_ids.shape[1]
-        return self.head(x)
+        return self.head(x[:, -1] if last_only else x)
 
     def new_cache(self, rows: int, max_length: int) -> KvCache:
         return KvCache(self.arch, rows, max_length, self.dtype)

@@ -220,22 +220,13 @@ class TorchEngine:
     def _logits(self, job: Job) -> Tensor:
         """fp32 [n, vocab] of the next position, from the cache where it was computed with today's weights."""
         if job.cache is not None and job.epoch == self._epoch:
-            return self._feed(torch.tensor(job.history[-1]).unsqueeze(-1), job.cache)
+            return self.decoder(torch.tensor(job.history[-1]).unsqueeze(-1), job.cache, last_only=True)
         self._recomputed += job.cache is not None
         job.cache, job.epoch = None, self._epoch
         cache = self.decoder.new_cache(1, len(job.prompt) + job.params.max_new_tokens)
-        logits = self._feed(torch.tensor([job.prompt]), cache).expand(job.params.n, -1)
+        logits = self.decoder(torch.tensor([job.prompt]), cache, last_only=True).expand(job.params.n, -1)
         cache.expand(job.params.n)
         if job.history:
-            logits = self._feed(torch.tensor(job.history).T.contiguous(), cache)
+            logits = self.decoder(torch.tensor(job.history).T.contiguous(), cache, last_only=True)
         job.cache = cache
         return logits
-
-    def _feed(self, input_ids: Tensor, cache: KvCache) -> Tensor:
-        """Append [rows, T] to the cache; logits [rows, vocab] of the last position only (the head is the largest
-        matrix of a small model)."""
-        x = self.decoder.embed(input_ids)
-        rotary = self.decoder.rotary(cache.length, input_ids.shape[1], x.dtype)
-        x = self.decoder.run_layers(x, range(self.decoder.arch.layers), rotary, cache)
-        cache.length += input_ids.shape[1]
-        return self.decoder.head(x[:, -1])

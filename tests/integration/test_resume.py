@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -97,3 +98,49 @@ def test_killed_run_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path) ->
     assert summary["fires"] == 3
     assert summary["violations"] == []
     assert summary["versions_verified"] == summary["versions_published"] == STEPS + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupt_stops_everything_and_says_how_to_resume(tmp_path: Path, number: signal.Signals) -> None:
+    board = tmp_path / "board"
+    process = subprocess.Popen(command(board, "stopped", resume=False), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    store_path = board / "stopped" / "manifests" / "00000002.json"
+    deadline = time.monotonic() + 120
+    while not store_path.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2  # the islands, at least
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"sprawl run configs/tiny.yaml --resume stopped --board {board}" in output
+    assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_lost_island_and_anchor_are_replaced_and_no_step_is_lost(tmp_path: Path) -> None:
+    """kill -9 of an island and of the anchor in the middle of a run: it goes on, with the same bits."""
+    board = tmp_path / "board"
+    process = subprocess.Popen(command(board, "hurt", resume=False), cwd=ROOT)
+    deadline = time.monotonic() + 240
+    killed: set[str] = set()
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        for name, step in (("island-0", 3), ("anchor", 5)):
+            if name not in killed and (board / "hurt" / "manifests" / f"{step:08d}.json").exists():
+                for member in psutil.Process(process.pid).children(recursive=True):
+                    if name in " ".join(member.cmdline()):
+                        member.kill()
+                        killed.add(name)
+        time.sleep(0.05)
+    assert process.returncode == 0
+    assert killed == {"island-0", "anchor"}
+    ledger = Ledger(open_store(str(board)), "hurt")
+    assert [record.step for record in ledger.steps()] == list(range(1, STEPS + 1))
+    assert [record.step for record in ledger.fires()] == [4, 8, 12]
+    kinds = [event.kind for event in ledger.events()]
+    assert "island_lost" in kinds
+    assert "violation" not in kinds
