@@ -15,7 +15,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, State
 
-from flows.progress import LoggedProgress, Progress
+from flows.progress import Both, LoggedProgress, Progress
 from flows.server import flow_run_url
 from sprawl.board.records import EvaluationRecord
 from tasks.artifacts import ArtifactGate
@@ -67,7 +67,8 @@ def post_train(
     """
     attached = ATTACHED.get()
     if attached is not None:
-        session, progress = attached.session, attached.progress
+        session = attached.session
+        progress: Progress = Both(attached.progress, LoggedProgress(get_run_logger()))
     else:
         session = open_session(_options(config, resume, board, run_id, overrides or []))
         progress = LoggedProgress(get_run_logger())

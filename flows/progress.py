@@ -51,3 +51,30 @@ class LoggedProgress:
         self._logger.info("finished: %d versions verified, report %s", receipt.versions_verified, report_path)
         for violation in receipt.violations:
             self._logger.warning("violation: %s", violation)
+
+
+class Both:
+    """Two watchers: the terminal a run was started in, and the log that the UI shows."""
+
+    def __init__(self, *watchers: Progress) -> None:
+        self._watchers = watchers
+
+    def start(self, receipt: StartReceipt) -> None:
+        for watcher in self._watchers:
+            watcher.start(receipt)
+
+    def step(self, record: StepRecord) -> None:
+        for watcher in self._watchers:
+            watcher.step(record)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        for watcher in self._watchers:
+            watcher.evaluation(record)
+
+    def note(self, text: str) -> None:
+        for watcher in self._watchers:
+            watcher.note(text)
+
+    def finish(self, receipt: FinishReceipt, report_path: Path | None) -> None:
+        for watcher in self._watchers:
+            watcher.finish(receipt, report_path)

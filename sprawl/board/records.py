@@ -78,7 +78,6 @@ class StepRecord(Record):
     clip_share: float = Field(description="Share of response tokens whose ratio was clipped.")
     loss: float
     grad_norm: float = Field(description="Global L2 norm before clipping and before the sign correction.")
-    grad_cosine: float | None = Field(None, description="cosine(G_comp, G_dense) where probed.")
     applied: bool = Field(description="False when the gradient was not finite and the step was refused.")
     sign_fire: int | None = Field(None, description="Step of the fire whose sign map corrected this gradient.")
     sign_age: int | None = Field(None, description="Optimizer steps since that fire.")
@@ -130,7 +129,7 @@ class EventRecord(Record):
     """metrics/events/<name>: start, resume, island lost, violation ..."""
 
     kind: str = Field(
-        description="start, resume, finish, island_lost, island_started, island_report, verify, violation"
+        description="start, resume, finish, island_lost, anchor_lost, island_report, verify, violation"
     )
     at: float
     step: int
