@@ -27,7 +27,7 @@ from sprawl.config import RunConfig, parse_config
 from sprawl.errors import IntegrityError, SprawlError
 from sprawl.policy import Decoder
 from sprawl.policy.checkpoint import read_architecture
-from sprawl.rollout.trajectories import RolloutBatch, from_bytes
+from sprawl.rollout.trajectories import load_batch
 from sprawl.train.checkpoint import read_blob
 
 IDLE_S = 0.2
@@ -84,7 +84,7 @@ class AnchorService:
         used = checkpoints_for(step, config) or [0]
         weights = [read_blob(self.store, self.ledger, checkpoint, "masters") for checkpoint in used]
         replayed = replayed_step(step, config, self.config.rollout.max_staleness)
-        batch = self._rollouts(replayed)
+        batch = load_batch(self.store, self.run_id, replayed)
         decoder = self._model()
         if len(used) == 2:
             horizon = config.strength * config.lag / config.every
@@ -128,10 +128,6 @@ class AnchorService:
             files = VersionReader(self.store, self.run_id).files()
             self._decoder = Decoder(read_architecture(files))
         return self._decoder
-
-    def _rollouts(self, step: int) -> RolloutBatch:
-        key = keys.rollouts(self.run_id, step)
-        return from_bytes(self.store.get(key), key)
 
     def _momentum_before(self, step: int) -> dict[str, torch.Tensor] | None:
         """M after the previous fire: in memory, or the durable one after a restart."""

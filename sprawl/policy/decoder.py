@@ -189,6 +189,10 @@ class Decoder(nn.Module):
             cache.length += input_ids.shape[1]
         return self.head(x[:, -1] if last_only else x)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by checkpoint name."""
+        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+
     def new_cache(self, rows: int, max_length: int) -> KvCache:
         return KvCache(self.arch, rows, max_length, self.dtype)
 

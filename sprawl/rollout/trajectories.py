@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from sprawl.board import keys
+from sprawl.board.store import Store
 from sprawl.errors import IntegrityError
 
 FORMAT = "sprawl-rollouts-1"
@@ -55,6 +57,12 @@ class RolloutBatch:
         width = self.logprobs.shape[1]
         present = torch.arange(width)[None, :] < self.response_lengths[rows, None]
         return self.logprobs[rows][present]
+
+
+def load_batch(store: Store, run_id: str, step: int) -> RolloutBatch:
+    """The stored batch of a step. Raises MissingKey while there is none and IntegrityError when it is damaged."""
+    key = keys.rollouts(run_id, step)
+    return from_bytes(store.get(key), key)
 
 
 TENSORS = (

@@ -22,7 +22,7 @@ from sprawl.config import RunConfig
 from sprawl.policy import Tokenizer
 from sprawl.problems import Problem, ProblemSet, response_text
 from sprawl.rollout.client import RolloutClient
-from sprawl.rollout.trajectories import RolloutBatch, from_bytes, to_bytes
+from sprawl.rollout.trajectories import RolloutBatch, load_batch, to_bytes
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, SamplingParams, VersionPolicy
 from sprawl.train.prf import derive_key
 
@@ -151,8 +151,7 @@ class Collector:
 
     def load(self, step: int) -> RolloutBatch:
         """A batch from the board. Raises MissingKey."""
-        key = keys.rollouts(self.run_id, step)
-        return from_bytes(self.store.get(key), key)
+        return load_batch(self.store, self.run_id, step)
 
     def close(self) -> None:
         for future in self._pending.values():

@@ -19,12 +19,10 @@ import torch
 
 from sprawl import __version__
 from sprawl.anchor.forecast import checkpoints_for, fire_due
-from sprawl.anchor.service import read_sign_map
-from sprawl.board import keys
 from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
-from sprawl.board.records import EvaluationRecord, EventRecord, RunRecord, StepRecord, Views, Wire
+from sprawl.board.records import EvaluationRecord, EventRecord, RunRecord, StepRecord
 from sprawl.board.store import Store, open_store
 from sprawl.board.verify import verify_board
 from sprawl.config import RunConfig, parse_config
@@ -37,18 +35,18 @@ from sprawl.policy.fetch import ensure_base
 from sprawl.problems import load_problem_set
 from sprawl.report.data import load_run
 from sprawl.report.violations import find_violations
-from sprawl.rollout.trajectories import RolloutBatch
+from sprawl.rollout.trajectories import RolloutBatch, load_batch
 from sprawl.run.collector import Collected, Collector
+from sprawl.run.crew import Crew
 from sprawl.run.fleet import Fleet, FleetContext, open_fleet
 from sprawl.run.options import RunOptions, new_run_id
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
+from sprawl.run.signs import SignMaps
+from sprawl.run.step_record import step_record
 from sprawl.train.checkpoint import delete_checkpoint, restore, save_checkpoint, surplus
 from sprawl.train.trainer import StepStats, Trainer
 
 log = logging.getLogger(__name__)
-
-ISLAND_START_S = 180.0
-POLL_S = 0.05
 
 
 class RunSession:
@@ -65,14 +63,12 @@ class RunSession:
         self.log_dir = log_dir
         self.ledger = Ledger(store, run_id)
         self.reader = VersionReader(store, run_id)
-        self.fleet = fleet
+        self.crew = Crew(fleet, self.ledger, log_dir, self._event)
         self.head_step = 0
         self.epoch = 0
         self._trained: int = 0  # the step whose result the trainer holds
         self._stats: StepStats | None = None
         self._batch: RolloutBatch | None = None
-        self._signs: dict[str, torch.Tensor] | None = None
-        self._sign_fire: int | None = None
         self._sign_bytes = 0
         self._bad_steps = 0
         self._seconds: dict[str, float] = {}
@@ -150,13 +146,19 @@ class RunSession:
             self.publisher.publish(0, 0, served)
             head = 0
         self._checkpoint(0)
-        self._start_processes(head)
+        self.signs = SignMaps(
+            self.store, self.ledger, self.config.anchor, decoder.shapes(), f"see {self.log_dir}/anchor.log"
+        )
+        # Before the trainer catches up: processes take seconds to start. A finished run needs none.
+        last_fire = self.config.steps - self.config.steps % self.config.anchor.every
+        fires_missing = self.config.anchor.enabled and last_fire > 0 and self.ledger.fire(last_fire) is None
+        self.crew.start(self.config.rollout.islands if self._needs_islands(head) else 0, fires_missing)
         replayed = self._catch_up(head)
         self._collector = Collector(
             self.config, self.store, self.run_id, self.tokenizer, self.problems, self.stop_ids, self.ledger.islands
         )
         if self._needs_islands(head):
-            self._wait_for_islands()
+            self.crew.wait_for_island()
         if self._evaluation_missed(head):
             # Killed before an evaluation: the batch that older weights sample comes first, islands only go forward.
             if head < self.config.steps:
@@ -208,13 +210,13 @@ class RunSession:
         batch = self._batch
         if batch is None or batch.step != step:
             batch = self._batch = self._wait_for_batch(step).batch
-        self._take_sign_map(step)
+        self._sign_bytes = self.signs.take(step, self.crew.replace_lost)
         self._seconds["anchor_wait"] = time.perf_counter() - started
         # What the islands sample meanwhile may be stale by up to max_staleness versions, never more.
         for ahead in range(step + 1, min(step + self.config.rollout.max_staleness, self.config.steps) + 1):
             self._sampler.request(ahead)
         computed = time.perf_counter()
-        self._stats = self.trainer.step(step, batch, self._signs)
+        self._stats = self.trainer.step(step, batch, self.signs.signs)
         self._trained = step
         self._seconds["train"] = time.perf_counter() - computed
         self._bad_steps = 0 if self._stats.applied else self._bad_steps + 1
@@ -231,19 +233,18 @@ class RunSession:
         if step != self._trained or self._stats is None or self._batch is None:
             raise SprawlError(f"step {step} has not been trained: nothing to publish")
         started = time.perf_counter()
-        receipt = self.publisher.publish(step, step, self._served(), extra={"sign_fire": self._sign_fire})
+        receipt = self.publisher.publish(step, step, self._served(), extra={"sign_fire": self.signs.fire})
         self._seconds["publish"] = time.perf_counter() - started
         started = time.perf_counter()
         self._checkpoint(step)
         self._seconds["checkpoint"] = time.perf_counter() - started
         self._seconds["total"] = time.perf_counter() - self._step_started
-        self.ledger.write_step(self._step_record(step, self._batch, self._stats, receipt))
+        self.ledger.write_step(self._record(step, self._batch, self._stats, receipt))
         self._step_started = time.perf_counter()
         self.head_step = step
         self._seconds = {}
-        self._sign_bytes = 0
         self._sampler.forget(step)
-        self._replace_lost()
+        self.crew.replace_lost()
         return receipt
 
     def evaluation_due(self, step: int) -> bool:
@@ -285,7 +286,7 @@ class RunSession:
         hold the whole ledger against what a correct run can never say."""
         anchor = self.config.anchor
         if anchor.enabled and fire_due(self.config.steps, anchor.every):
-            self._wait_for_fire(self.config.steps)
+            self.signs.wait_for(self.config.steps, self.crew.replace_lost)
         for island in self.ledger.islands():
             self._event(
                 "island_report",
@@ -315,7 +316,7 @@ class RunSession:
             if self._collector is not None:
                 self._collector.close()
         finally:
-            self.fleet.stop()
+            self.crew.stop()
 
     # ---------------------------------------------------------------- resume
 
@@ -334,10 +335,10 @@ class RunSession:
             manifest = self.reader.manifest(step)
             if manifest is None:
                 raise SprawlError(f"version {step} of {self.run_id} is gone from the board: cannot replay to {head}")
-            self._use_fire(manifest.extra.get("sign_fire"))
+            self._sign_bytes = self.signs.use(manifest.extra.get("sign_fire"))
             began = time.perf_counter()
-            batch = _load_batch(self.store, self.run_id, step)
-            self._batch, self._stats = batch, self.trainer.step(step, batch, self._signs)
+            batch = load_batch(self.store, self.run_id, step)
+            self._batch, self._stats = batch, self.trainer.step(step, batch, self.signs.signs)
             self._trained = self.head_step = step
             self._seconds = {"train": time.perf_counter() - began, "total": time.perf_counter() - began}
             self._checkpoint(step)
@@ -354,7 +355,7 @@ class RunSession:
             self.publisher.resume(None, head)
         if head > 0 and self.ledger.step(head) is None and self._stats is not None and self._batch is not None:
             # Killed between the commit and its ledger record: the replay has just measured the same step again.
-            self.ledger.write_step(self._step_record(head, self._batch, self._stats, self._published_receipt(head)))
+            self.ledger.write_step(self._record(head, self._batch, self._stats, self._published_receipt(head)))
         self._seconds = {}
         return head - start
 
@@ -373,89 +374,6 @@ class RunSession:
             seconds=0.0,
             already_committed=True,
         )
-
-    # ---------------------------------------------------------------- anchor
-
-    def _take_sign_map(self, step: int) -> None:
-        """Pick up the newest sign map that step `step` may use; wait for a due one only in blocking mode."""
-        anchor = self.config.anchor
-        if not anchor.enabled:
-            return
-        due = (step - 1) // anchor.every * anchor.every
-        if due == 0 or self._sign_fire == due:
-            return
-        if anchor.blocking:
-            self._wait_for_fire(due)
-        for fire in range(due, self._sign_fire or 0, -anchor.every):
-            if self.ledger.fire(fire) is not None:
-                self._use_fire(fire)
-                self._sign_bytes = self._sign_size(fire)
-                return
-
-    def _use_fire(self, fire: int | None) -> None:
-        if fire == self._sign_fire:
-            return
-        if fire is None:
-            self._signs, self._sign_fire = None, None
-            return
-        found = read_sign_map(self.store, self.ledger, fire, self._shapes())
-        if found is None:
-            raise SprawlError(f"the sign map of fire {fire} is gone from the board of {self.run_id}")
-        self._signs, self._sign_fire = found[1], fire
-
-    def _sign_size(self, fire: int) -> int:
-        record = self.ledger.fire(fire)
-        return record.bytes if record is not None else 0
-
-    def _wait_for_fire(self, step: int) -> None:
-        deadline = time.monotonic() + self.config.anchor.timeout_s
-        while self.ledger.fire(step) is None:
-            self._replace_lost()
-            if time.monotonic() > deadline:
-                raise SprawlError(
-                    f"the anchor did not fire for step {step} within {self.config.anchor.timeout_s:.0f} s",
-                    f"see {self.log_dir}/anchor.log; resume with --resume {self.run_id}",
-                )
-            time.sleep(POLL_S)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(p.shape) for name, p in self.trainer.decoder.named_parameters()}
-
-    # ---------------------------------------------------------------- processes
-
-    def _start_processes(self, head: int) -> None:
-        """Before the trainer catches up: they take seconds to start. A finished run needs none."""
-        if self._needs_islands(head):
-            for number in range(self.config.rollout.islands):
-                self.fleet.start_island(f"island-{number}")
-        last_fire = self.config.steps - self.config.steps % self.config.anchor.every
-        if self.config.anchor.enabled and last_fire and self.ledger.fire(last_fire) is None:
-            self.fleet.start_anchor()
-
-    def _wait_for_islands(self) -> None:
-        """Until one island answers. The others join when they are ready."""
-        deadline = time.monotonic() + ISLAND_START_S
-        while not any(island.state == "ready" for island in self._live_islands()):
-            for lost in self.fleet.poll():
-                raise SprawlError(f"{lost.name} ended with code {lost.returncode} while starting", f"see {lost.log}")
-            if time.monotonic() > deadline:
-                raise SprawlError(f"no island became ready within {ISLAND_START_S:.0f} s", f"see {self.log_dir}")
-            time.sleep(POLL_S)
-
-    def _live_islands(self) -> list[Any]:
-        now = time.time()
-        return [i for i in self.ledger.islands() if now - i.heartbeat_at < 3 * i.interval_s]
-
-    def _replace_lost(self) -> None:
-        """Start again what died: a lost island or anchor costs time, never a step."""
-        for lost in self.fleet.poll():
-            kind = "island_lost" if lost.name.startswith("island") else "anchor_lost"
-            self._event(kind, f"{lost.name} ended with code {lost.returncode}, see {lost.log.name}")
-            log.warning("%s ended with code %s: starting it again (%s)", lost.name, lost.returncode, lost.log)
-            if lost.name == "anchor":
-                self.fleet.start_anchor()
-            else:
-                self.fleet.start_island(lost.name)
 
     # ---------------------------------------------------------------- small things
 
@@ -497,59 +415,27 @@ class RunSession:
             loss=stats.loss if stats else 0.0,
             grad_norm=stats.grad_norm if stats else 0.0,
             applied=stats.applied if stats else True,
-            sign_fire=self._sign_fire,
+            sign_fire=self.signs.fire,
             seconds=time.perf_counter() - started,
             skipped=skipped,
+        )
+
+    def _record(self, step: int, batch: RolloutBatch, stats: StepStats, receipt: PublishReceipt) -> StepRecord:
+        return step_record(
+            step,
+            batch,
+            stats,
+            receipt,
+            epoch=self.epoch,
+            parameters=sum(p.numel() for p in self.trainer.decoder.parameters()),
+            sign_fire=self.signs.fire,
+            sign_bytes=self._sign_bytes,
+            seconds=self._seconds,
         )
 
     def _event(self, kind: str, message: str, data: dict[str, Any] | None = None, step: int | None = None) -> None:
         at = self.head_step if step is None else step
         self.ledger.write_event(EventRecord(kind=kind, at=time.time(), step=at, message=message, data=data or {}))
-
-    def _step_record(self, step: int, batch: RolloutBatch, stats: StepStats, receipt: PublishReceipt) -> StepRecord:
-        lag = step - 1 - batch.version_start.float()
-        parameters = sum(p.numel() for p in self.trainer.decoder.parameters())
-        groups = self.config.rollout.prompts
-        return StepRecord(
-            step=step,
-            epoch=self.epoch,
-            version=receipt.version,
-            finished_at=time.time(),
-            reward=float(batch.rewards.mean()),
-            reward_std=float(batch.rewards.std()),
-            groups=groups,
-            zero_advantage_groups=stats.zero_advantage_groups,
-            response_tokens=batch.response_tokens,
-            response_length=batch.response_tokens / batch.samples,
-            entropy=Views(compression=stats.entropy, dense=stats.entropy_dense),
-            kl=Views(compression=stats.kl, dense=stats.kl_dense),
-            mismatch=stats.mismatch,
-            mismatch_dense=stats.mismatch_dense,
-            ratio_max_error=stats.ratio_max_error,
-            clip_share=stats.clip_share,
-            loss=stats.loss,
-            grad_norm=stats.grad_norm,
-            applied=stats.applied,
-            sign_fire=self._sign_fire,
-            sign_age=None if self._sign_fire is None else step - self._sign_fire,
-            sign_agreement=stats.sign_agreement,
-            staleness=float(lag.mean()),
-            staleness_max=int(lag.max()),
-            boundary=Wire(sent=stats.wire.sent, dense=stats.wire.dense),
-            delta=Wire(sent=receipt.sent_bytes, dense=receipt.full_bytes),
-            sign=Wire(sent=self._sign_bytes, dense=4 * parameters if self._sign_bytes else 0),
-            changed_share=receipt.changed_share,
-            kind="keyframe" if receipt.kind == "keyframe" else "delta",
-            seconds={name: round(value, 6) for name, value in self._seconds.items()},
-            islands={name: batch.islands.count(name) for name in sorted(set(batch.islands))},
-        )
-
-
-def _load_batch(store: Store, run_id: str, step: int) -> RolloutBatch:
-    from sprawl.rollout.trajectories import from_bytes
-
-    key = keys.rollouts(run_id, step)
-    return from_bytes(store.get(key), key)
 
 
 def _create_run(store: Store, run_id: str, config: RunConfig, base: Path) -> None:

@@ -1,0 +1,76 @@
+"""The trainer's side of the anchor circuit: which sign map a step uses, and waiting for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from sprawl.anchor.service import read_sign_map
+from sprawl.board.ledger import Ledger
+from sprawl.board.store import Store
+from sprawl.config import AnchorConfig
+from sprawl.errors import SprawlError
+
+POLL_S = 0.05
+
+
+class SignMaps:
+    """The sign map in force. `signs` is None until the first fire; `fire` is the step of the fire it came from."""
+
+    def __init__(
+        self, store: Store, ledger: Ledger, config: AnchorConfig, shapes: dict[str, tuple[int, ...]], hint: str
+    ) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._config = config
+        self._shapes = shapes
+        self._hint = hint  # where to look when a fire does not come
+        self.signs: dict[str, torch.Tensor] | None = None
+        self.fire: int | None = None
+
+    def take(self, step: int, idle: Callable[[], None]) -> int:
+        """Pick up the newest sign map that optimizer step `step` may use; returns the bytes received, 0 without news.
+
+        In blocking mode a due fire is waited for (`idle` is called meanwhile); otherwise what is there is taken.
+        Raises SprawlError when a fire does not come within `anchor.timeout_s`.
+        """
+        every = self._config.every
+        due = (step - 1) // every * every
+        if not self._config.enabled or due == 0 or self.fire == due:
+            return 0
+        if self._config.blocking:
+            self.wait_for(due, idle)
+        for fire in range(due, self.fire or 0, -every):
+            if self._ledger.fire(fire) is not None:
+                return self.use(fire)
+        return 0
+
+    def use(self, fire: int | None) -> int:
+        """Put the sign map of a committed fire into force (None: none); returns the bytes received.
+
+        Raises SprawlError when it is gone from the board, IntegrityError when it is damaged.
+        """
+        if fire == self.fire:
+            return 0
+        if fire is None:
+            self.signs, self.fire = None, None
+            return 0
+        found = read_sign_map(self._store, self._ledger, fire, self._shapes)
+        if found is None:
+            raise SprawlError(f"the sign map of fire {fire} is gone from the board of {self._ledger.run_id}")
+        record, self.signs = found
+        self.fire = fire
+        return record.bytes
+
+    def wait_for(self, fire: int, idle: Callable[[], None]) -> None:
+        """Until the fire due at step `fire` is committed."""
+        deadline = time.monotonic() + self._config.timeout_s
+        while self._ledger.fire(fire) is None:
+            idle()
+            if time.monotonic() > deadline:
+                raise SprawlError(
+                    f"the anchor did not fire for step {fire} within {self._config.timeout_s:.0f} s", self._hint
+                )
+            time.sleep(POLL_S)

@@ -1,0 +1,59 @@
+"""From what a step measured to its ledger record. Pure."""
+
+from __future__ import annotations
+
+import time
+
+from sprawl.board.records import StepRecord, Views, Wire
+from sprawl.rollout.trajectories import RolloutBatch
+from sprawl.run.receipts import PublishReceipt
+from sprawl.train.trainer import StepStats
+
+
+def step_record(
+    step: int,
+    batch: RolloutBatch,
+    stats: StepStats,
+    receipt: PublishReceipt,
+    *,
+    epoch: int,
+    parameters: int,
+    sign_fire: int | None,
+    sign_bytes: int,
+    seconds: dict[str, float],
+) -> StepRecord:
+    """The record of optimizer step `step`. `sign_bytes`: size of the sign map that arrived for it, 0 when none did."""
+    lag = step - 1 - batch.version_start.float()
+    return StepRecord(
+        step=step,
+        epoch=epoch,
+        version=receipt.version,
+        finished_at=time.time(),
+        reward=float(batch.rewards.mean()),
+        reward_std=float(batch.rewards.std()),
+        groups=len(batch.islands),
+        zero_advantage_groups=stats.zero_advantage_groups,
+        response_tokens=batch.response_tokens,
+        response_length=batch.response_tokens / batch.samples,
+        entropy=Views(compression=stats.entropy, dense=stats.entropy_dense),
+        kl=Views(compression=stats.kl, dense=stats.kl_dense),
+        mismatch=stats.mismatch,
+        mismatch_dense=stats.mismatch_dense,
+        ratio_max_error=stats.ratio_max_error,
+        clip_share=stats.clip_share,
+        loss=stats.loss,
+        grad_norm=stats.grad_norm,
+        applied=stats.applied,
+        sign_fire=sign_fire,
+        sign_age=None if sign_fire is None else step - sign_fire,
+        sign_agreement=stats.sign_agreement,
+        staleness=float(lag.mean()),
+        staleness_max=int(lag.max()),
+        boundary=Wire(sent=stats.wire.sent, dense=stats.wire.dense),
+        delta=Wire(sent=receipt.sent_bytes, dense=receipt.full_bytes),
+        sign=Wire(sent=sign_bytes, dense=4 * parameters if sign_bytes else 0),
+        changed_share=receipt.changed_share,
+        kind="keyframe" if receipt.kind == "keyframe" else "delta",
+        seconds={name: round(value, 6) for name, value in seconds.items()},
+        islands={name: batch.islands.count(name) for name in sorted(set(batch.islands))},
+    )
