@@ -156,10 +156,3 @@ def _name_flow_run(run_id: str) -> str:
     assert context.flow_run is not None, "called in a flow run only"
     context.client.set_flow_run_name(context.flow_run.id, run_id)
     return str(context.flow_run.id)
-
-
-def run_in_terminal(options: RunOptions, *, up: bool) -> int:
-    """Entry point of `sprawl run`'s prefect runner; see `flows.terminal`."""
-    from flows.terminal import run_in_terminal as run
-
-    return run(options, up=up)

@@ -16,11 +16,11 @@ from sprawl.board import keys
 from sprawl.board.ledger import Ledger
 from sprawl.board.manifest import DELTA, FILE, KEYFRAME, BlobEntry, Manifest, TensorEntry
 from sprawl.board.reader import Served, VersionReader
+from sprawl.board.receipts import PublishReceipt
 from sprawl.board.store import MissingKey, Store
 from sprawl.delta.codec import Encoded, encode, encode_whole
 from sprawl.delta.state import State, clone_state, dtype_name, root_digest, state_bytes, tensor_digests
 from sprawl.errors import BoardError, IntegrityError
-from sprawl.run.receipts import PublishReceipt
 
 _SHORT = 16
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
+from sprawl.board.receipts import PublishReceipt, Receipt
 
-@dataclass(frozen=True)
-class Receipt:
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+__all__ = ["CollectReceipt", "FinishReceipt", "PublishReceipt", "Receipt", "StartReceipt", "TrainReceipt"]
 
 
 @dataclass(frozen=True)
@@ -45,19 +42,6 @@ class TrainReceipt(Receipt):
     sign_fire: int | None
     seconds: float
     skipped: bool  # this step was already trained (a retry)
-
-
-@dataclass(frozen=True)
-class PublishReceipt(Receipt):
-    version: int
-    step: int
-    kind: str  # keyframe | delta
-    sent_bytes: int
-    full_bytes: int
-    changed_share: float
-    root_digest: str
-    seconds: float
-    already_committed: bool  # the same version was on the board (a retry or a replay)
 
 
 @dataclass(frozen=True)
