@@ -71,7 +71,7 @@ class StepRecord(Record):
     response_tokens: int
     response_length: float = Field(description="Mean response tokens per sample.")
     entropy: Views = Field(description="nats/token, entropy of the policy's next-token distribution.")
-    kl: Views = Field(description="nats/token, k3 estimate of KL(policy || base) on the sampled tokens.")
+    kl: Views = Field(description="nats/token, KL(policy || base) summed over the vocabulary, along the samples.")
     mismatch: float = Field(description="nats/token, mean |log p_sampler - log p_trainer(compression view)|.")
     mismatch_dense: float | None = Field(None, description="The same against the dense view; None without a probe.")
     ratio_max_error: float = Field(description="max |ratio - 1| on the first inner epoch; 0 by construction.")

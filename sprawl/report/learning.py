@@ -70,7 +70,7 @@ def draw_entropy(ax: Axes, data: RunData) -> str:
 
 
 def draw_kl(ax: Axes, data: RunData) -> str:
-    set_labels(ax, "nats/token, k3 (log)")
+    set_labels(ax, "nats/token (log)")
     views = [record.kl for record in data.steps]
     columns = [view.compression for view in views], [view.dense for view in views]
     return _draw_views(ax, data, "KL to the base", *columns, log=True)

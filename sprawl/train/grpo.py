@@ -61,3 +61,17 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     d = reference - logprobs. Non-negative, unbiased on-policy, differentiable. [m] -> [m], nats."""
     delta = reference - logprobs
     return delta.exp() - delta - 1
+
+
+def entropy(logprobs: Tensor) -> Tensor:
+    """Entropy of distributions given as log-probs, [m, V] -> [m], nats."""
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def kl_exact(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """KL(policy || reference) summed over the vocabulary, [m, V] each -> [m], nats.
+
+    For reading, not for the loss: through a boundary codec log-probs differ by tens of nats, where an estimate from
+    the token taken (k3) is dominated by single tokens or overflows.
+    """
+    return (logprobs.exp() * (logprobs - reference)).sum(-1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sprawl.policy import Decoder
+from sprawl.train import grpo
 from sprawl.train.boundary import BoundaryCodec, TokenIds, WireCounter, cross
 
 
@@ -80,7 +81,23 @@ class StagedPolicy:
         temperature: float = 1.0,
         wire: WireCounter | None = None,
     ) -> TokenStats:
-        """One forward pass over all stages. The mask depends on (codec seed, boundary, step, sample, position)."""
+        """Log-probs of the response tokens taken; see `distributions`."""
+        distribution = self.distributions(packed, codec=codec, step=step, temperature=temperature, wire=wire)
+        with torch.no_grad():
+            entropy = grpo.entropy(distribution)
+        return TokenStats(distribution.gather(1, packed.targets[:, None]).squeeze(1), entropy)
+
+    def distributions(
+        self,
+        packed: Packed,
+        *,
+        codec: BoundaryCodec | None,
+        step: int,
+        temperature: float = 1.0,
+        wire: WireCounter | None = None,
+    ) -> Tensor:
+        """One forward pass over all stages: fp32 log-probs [m, V] of every token at the positions before a response
+        token. The mask depends on (codec seed, boundary, step, sample, position)."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16):
             x = self.decoder.embed(packed.ids)
             rotary = self.decoder.rotary(0, packed.ids.shape[1], x.dtype)
@@ -90,7 +107,4 @@ class StagedPolicy:
                     x = cross(x, codec, stage, step, packed.tokens, wire)
             x = x.reshape(-1, x.shape[-1]).index_select(0, packed.select)
             logits = self.decoder.head(x) / temperature
-        distribution = torch.log_softmax(logits, dim=-1)
-        with torch.no_grad():
-            entropy = -(distribution.exp() * distribution).sum(-1)
-        return TokenStats(distribution.gather(1, packed.targets[:, None]).squeeze(1), entropy)
+        return torch.log_softmax(logits, dim=-1)

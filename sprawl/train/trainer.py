@@ -158,22 +158,19 @@ class Trainer:
         """
         packed = pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, rows)
 
-        def read(policy: StagedPolicy, codec: BoundaryCodec | None) -> tuple[Tensor, Tensor]:
-            stats = policy.token_stats(packed, codec=codec, step=step, temperature=self.temperature)
-            return stats.logprobs, stats.entropy
+        def read(policy: StagedPolicy, codec: BoundaryCodec | None) -> Tensor:
+            return policy.distributions(packed, codec=codec, step=step, temperature=self.temperature)
 
-        compressed, _ = read(self.policy, self.codec)
-        compressed_reference, _ = read(self.reference, self.codec)
-        kl = float(grpo.kl_k3(compressed, compressed_reference).mean())
+        kl = float(grpo.kl_exact(read(self.policy, self.codec), read(self.reference, self.codec)).mean())
         if step != 1 and step % self.config.probe.every:
             return _Probe(kl)
-        dense, entropy = read(self.policy, None)
-        reference, _ = read(self.reference, None)
+        dense = read(self.policy, None)
+        taken = dense.gather(1, packed.targets[:, None]).squeeze(1)
         return _Probe(
             kl=kl,
-            kl_dense=float(grpo.kl_k3(dense, reference).mean()),
-            entropy_dense=float(entropy.mean()),
-            mismatch_dense=float((dense - batch.flat_logprobs(rows)).abs().mean()),
+            kl_dense=float(grpo.kl_exact(dense, read(self.reference, None)).mean()),
+            entropy_dense=float(grpo.entropy(dense).mean()),
+            mismatch_dense=float((taken - batch.flat_logprobs(rows)).abs().mean()),
         )
 
 

@@ -55,3 +55,15 @@ def test_k3_is_non_negative_and_unbiased() -> None:
     estimate = grpo.kl_k3(policy[taken], reference[taken])
     assert float(estimate.min()) >= 0
     assert abs(float(estimate.mean()) - exact) < 5 * float(estimate.std()) / math.sqrt(taken.numel())
+
+
+def test_exact_kl_and_entropy_agree_with_torch_distributions() -> None:
+    torch.manual_seed(1)
+    policy, reference = torch.randn(7, 11), torch.randn(7, 11) * 5
+    logprobs, other = torch.log_softmax(policy, -1), torch.log_softmax(reference, -1)
+    first, second = torch.distributions.Categorical(logits=policy), torch.distributions.Categorical(logits=reference)
+    assert torch.allclose(grpo.kl_exact(logprobs, other), torch.distributions.kl_divergence(first, second), rtol=1e-4)
+    assert torch.allclose(grpo.entropy(logprobs), first.entropy(), rtol=1e-4)
+    far = torch.log_softmax(torch.tensor([[0.0, 300.0, 5.0]]), -1)
+    near = torch.log_softmax(torch.tensor([[300.0, 0.0, 5.0]]), -1)
+    assert grpo.kl_exact(far, near).tolist() == [300.0]  # where k3 overflows
