@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,11 +94,23 @@ def resume(run_id: str, board: str | None, runner: str, up: bool) -> None:
     sys.exit(_drive(options, runner, up))
 
 
+def _show_notices() -> None:
+    """What a run has to say besides its steps (fetching a model, a lost island) goes to the terminal as it is."""
+    logger = logging.getLogger("sprawl.run")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
 def _drive(options: RunOptions, runner: str, up: bool) -> int:
     """Hand the run to the runner: `plain` is ours, others are registered under `sprawl.runners`."""
     from importlib.metadata import entry_points
 
     from sprawl.errors import SprawlError
+
+    _show_notices()
 
     if runner == "auto":
         runner = "prefect" if up or _stack_is_up() else "plain"
