@@ -160,10 +160,12 @@ class RunSession:
         if self._needs_islands(head):
             self.crew.wait_for_island()
         if self._evaluation_missed(head):
-            # Killed before an evaluation: the batch that older weights sample comes first, islands only go forward.
+            # The base model of a new run, or killed before an evaluation. The batch that older weights sample comes
+            # first: islands only go forward.
             if head < self.config.steps:
                 self._wait_for_batch(head + 1)
-            self.evaluate(head)
+            evaluated = self.evaluate(head)
+            log.info("evaluation at version %d: greedy accuracy %.3f", head, evaluated.accuracy)
         self._event("resume" if self.resumed else "start", f"epoch {self.epoch}", {"replayed": replayed})
         self._step_started = time.perf_counter()
         return StartReceipt(
@@ -252,7 +254,7 @@ class RunSession:
 
     def _evaluation_missed(self, head: int) -> bool:
         known = {record.version for record in self.ledger.evaluations()}
-        return head > 0 and self.evaluation_due(head) and head not in known
+        return self.evaluation_due(head) and head not in known
 
     def _needs_islands(self, head: int) -> bool:
         return head < self.config.steps or self._evaluation_missed(head)

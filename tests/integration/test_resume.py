@@ -79,7 +79,7 @@ def test_killed_run_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path) ->
     assert [record.step for record in ledger.steps()] == list(range(1, STEPS + 1))
     assert [record.step for record in ledger.fires()] == [4, 8, 12]
     assert all(record.newest_step <= record.step - 4 for record in ledger.fires())
-    assert [record.version for record in ledger.evaluations()] == [6, 12]
+    assert [record.version for record in ledger.evaluations()] == [0, 6, 12]
     assert verify_board(store, "killed").problems == []
     assert sum(event.kind == "resume" for event in ledger.events()) == 2
     assert not [event.message for event in ledger.events() if event.kind == "violation"]
