@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path

@@ -45,7 +45,7 @@ class Part(BaseModel):
     blobs: list[BlobEntry]
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Part:
+    def from_json(cls, text: str) -> Part:
         """Raises IntegrityError when `text` is not a part (`model_dump_json` writes one)."""
         try:
             return cls.model_validate_json(text)

@@ -1,4 +1,4 @@
-"""Publishing by one writer that holds the whole state: blobs first; the manifest, created exclusively, is the commit."""
+"""Publishing by one writer that holds the whole state: blobs, then the manifest, whose creation is the commit."""
 
 from __future__ import annotations
 

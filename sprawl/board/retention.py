@@ -96,7 +96,8 @@ def gc(store: Store, run_id: str, keep_versions: int, *, dry_run: bool = False) 
 def _merged_objects(store: Store, run_id: str, keep_from: int) -> tuple[list[str], list[str]]:
     """Records and blobs of merged deltas that end before the first kept version. One that starts there may stay: a
     joiner can hold a version that the board no longer has."""
-    records, blobs = [], []
+    records: list[str] = []
+    blobs: list[str] = []
     for key in store.list(keys.merged_root(run_id)):
         pair = key.removeprefix(keys.merged_root(run_id)).partition("/")[0].removesuffix(".json")
         end = pair.partition("-")[2]

@@ -8,6 +8,7 @@ is that of the positions they touch together, whatever k is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ def compose(steps: Sequence[Overwrites]) -> Overwrites:
     patches: dict[str, list[Patch]] = {}
     whole: dict[str, torch.Tensor] = {}
     removed: set[str] = set()
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         if before.new_root is not None and after.base_root is not None and before.new_root != after.base_root:
             raise IntegrityError(f"deltas do not meet: one ends at {before.new_root}, the next needs {after.base_root}")
     for step in steps:
