@@ -24,6 +24,10 @@ PASS_RATE = 1e9
 """Bytes a second of one pass over the weights; benchmarks/late_join.py measures it."""
 
 
+NEAR = 8
+"""Versions that a joiner may step up to where a merged delta begins."""
+
+
 @dataclass(frozen=True)
 class Hop:
     """One step: a keyframe (`base` None), a delta, or a merged delta (`record`). `bytes` to fetch."""
@@ -126,13 +130,29 @@ def survey(reader: VersionReader, start: int | None, target: int, *, thorough: b
         if below is None:
             break
         manifest = below
-    return hops + _merged_hops(reader, seen, target), full_bytes
+    pairs = [(base, version) for base, version in merged_pairs(reader) if version in seen]
+    if start is not None:
+        hops += _approach(reader, start, {base for base, _ in pairs}, seen)
+    return hops + _merged_hops(reader, pairs, seen), full_bytes
 
 
-def _merged_hops(reader: VersionReader, seen: set[int], target: int) -> list[Hop]:
+def _approach(reader: VersionReader, start: int, bases: set[int], seen: set[int]) -> list[Hop]:
+    """Deltas from `start` to the merged deltas that begin a little above it; `seen` is extended."""
+    hops: list[Hop] = []
+    near = max((base for base in bases - seen if start < base <= start + NEAR), default=start)
+    for version in range(start + 1, near + 1):
+        manifest = reader.manifest(version)
+        if manifest is None or manifest.base_version != version - 1:
+            break
+        hops.append(Hop(DELTA, version - 1, version, manifest.bytes_of(DELTA)))
+        seen.add(version)
+    return hops
+
+
+def _merged_hops(reader: VersionReader, pairs: list[tuple[int, int]], seen: set[int]) -> list[Hop]:
     hops = []
-    for base, version in merged_pairs(reader):
-        if base in seen and version in seen and version <= target:
+    for base, version in pairs:
+        if base in seen:
             try:
                 record = read_merged(reader, base, version)
             except IntegrityError:

@@ -156,9 +156,7 @@ def generate(path: str | Path, comment: str) -> tuple[Path, str]:
         with public.open("x") as text:
             text.write(f"{_PUBLIC_PREFIX} {base64.b64encode(raw).decode()} {comment}\n")
     except FileExistsError as error:
-        raise SprawlError(
-            f"{error.filename} exists, and keys are never overwritten", "choose another name"
-        ) from None
+        raise SprawlError(f"{error.filename} exists, and keys are never overwritten", "choose another name") from None
     except OSError as error:
         raise SprawlError(f"cannot write {path}: {error.strerror}") from None
     return public, _key_id(raw)
