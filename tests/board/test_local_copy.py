@@ -1,4 +1,3 @@
-import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +6,7 @@ from safetensors.torch import load_file
 
 from sprawl.board.local_copy import JOURNAL, MARK, LocalCopy, pull
 from sprawl.board.merged import merge
+from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
 from sprawl.board.store import MemoryStore, Store
 from sprawl.delta.files import WEIGHTS
@@ -154,12 +154,9 @@ def test_wrong_places(board: Store, tmp_path: Path) -> None:
         pull(reader, tmp_path / "other", 1)
     pull(reader, tmp_path / "a", 1)
     store = MemoryStore()
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    publisher(store).publish(0, 0, state_of(0))
-    foreign = VersionReader(store, RUN)
-    foreign.run_id = "run-2"
-    with pytest.raises(BoardError):
-        pull(foreign, tmp_path / "b", 0)
+    Publisher(store, "run-2", keyframe_every=2, dtype="bfloat16").publish(0, 0, state_of(0))
+    with pytest.raises(BoardError, match="holds a version of run 'run-1'"):
+        pull(VersionReader(store, "run-2"), tmp_path / "a", 0)
 
 
 def test_a_copy_that_was_away_takes_the_merged_delta(board: Store, tmp_path: Path) -> None:
