@@ -95,10 +95,16 @@ class VersionReader:
 
     def files(self) -> dict[str, bytes]:
         """config.json, tokenizer.json ... as of the newest version. Raises BoardError when nothing is published."""
-        head = self._require_head()
-        manifest = self.require(self.require(head).keyframe_version)
-        entries = {blob.digest: blob for blob in manifest.blobs if blob.role == FILE}
-        return {name: self.blob(manifest.version, entries[digest]) for name, digest in manifest.files.items()}
+        return self.files_of(self.require(self._require_head()))
+
+    def files_of(self, manifest: Manifest) -> dict[str, bytes]:
+        """The files that go with a version: those of its keyframe. Raises BoardError when that is gone."""
+        keyframe = self.require(manifest.keyframe_version)
+        entries = {blob.digest: blob for blob in keyframe.blobs if blob.role == FILE}
+        for name in keyframe.files:
+            if name != name.rpartition("/")[2].lstrip(".") or not name:
+                raise IntegrityError(f"version {keyframe.version} names {name!r}, which is not the name of a file")
+        return {name: self.blob(keyframe.version, entries[digest]) for name, digest in keyframe.files.items()}
 
     def blob(self, version: int, entry: BlobEntry) -> bytes:
         """A blob's bytes. Raises IntegrityError naming it when they are not what the manifest promised."""
@@ -154,7 +160,7 @@ class VersionReader:
             raise ValueError(f"version {version} is not newer than the served version {served.version}")
         if version == served.version + 1:
             try:
-                return self._prepare_delta(served, self.require(version))
+                return self.prepare_delta(served, self.require(version))
             except MissingKey:
                 # Retention deletes manifests before blobs: it is running between our two reads.
                 pass
@@ -204,7 +210,8 @@ class VersionReader:
                 following = target
             self.commit(served, self.prepare(served, following))
 
-    def _prepare_delta(self, served: Served, manifest: Manifest) -> Prepared:
+    def prepare_delta(self, served: Served, manifest: Manifest) -> Prepared:
+        """As `prepare`, by the version's own delta and no other way; raises MissingKey when that is gone."""
         entries = manifest.parts(DELTA)
         if not entries or manifest.base_version != served.version:
             raise IntegrityError(
@@ -264,7 +271,7 @@ class VersionReader:
                         continue
                     assert served is not None
                     prepared = (
-                        self._prepare_delta(served, self.require(hop.version))
+                        self.prepare_delta(served, self.require(hop.version))
                         if hop.record is None
                         else self.prepare_merged(served, hop.record)
                     )

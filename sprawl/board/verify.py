@@ -81,7 +81,7 @@ def _rebuild(reader: VersionReader, served: Served | None, manifest: Manifest) -
     _check_listing(manifest)
     connected = served is not None and served.version + 1 == manifest.version
     if served is not None and connected:
-        reader.advance(served, manifest.version)
+        reader.commit(served, reader.prepare_delta(served, manifest))
     if manifest.kind == KEYFRAME:
         for entry in manifest.blobs:
             if entry.role == FILE:

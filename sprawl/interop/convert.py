@@ -55,8 +55,8 @@ def import_layout(
 
     `base` is the checkpoint that the first delta stands on, when the layout does not hold it (the trainer's boot
     checkpoint). Continues after the versions that are on the board already. Raises BoardError when the chain does not
-    meet them or a base is missing, IntegrityError naming version and tensor when something is damaged or a version number
-    was used for another state.
+    meet them or a base is missing, IntegrityError naming version and tensor when something is damaged or a number was
+    used for another state.
     """
     layout = LayoutReader(source)
     chain = layout.chain()

@@ -272,7 +272,7 @@ def test_a_number_used_again_is_refused(tmp_path: Path) -> None:
         import_layout(trainer(other[:3]), board)
     full = trainer(other[:2])
     LayoutWriter(full, TRAINER, encoding="xor", checksum="adler32").full(3, other[3], {})
-    with pytest.raises(IntegrityError, match=r"tensor 'scale' differs"):
+    with pytest.raises(IntegrityError, match=r"version 3 of .* differs"):
         import_layout(full, board)
     longer = [*other[:3], states[3], {**states[3], "scale": torch.tensor(1.5)}]
     assert import_layout(trainer(longer), board).versions == [4], "version 3 is what it was"
