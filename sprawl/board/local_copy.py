@@ -84,7 +84,7 @@ class LocalCopy:
         mark = _read_mark(directory / MARK)
         if mark is None or not (directory / WEIGHTS).exists():
             return None
-        state, mapped = _map_weights(directory / WEIGHTS)
+        state, mapped = map_weights(directory / WEIGHTS)
         digests = tensor_digests(state)
         root = root_digest(digests)
         journal = _read_journal(directory / JOURNAL)
@@ -100,7 +100,8 @@ class LocalCopy:
         directory = Path(directory)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            others = [file.name for file in directory.glob("*.safetensors*") if file.name != WEIGHTS]
+            # What a killed process left half-written has a name with a dot.
+            others = [file.name for file in directory.glob("[!.]*.safetensors*") if file.name != WEIGHTS]
             if others:
                 raise SprawlError(f"{directory} already holds {others[0]}", "choose an empty directory")
             # Without a mark the directory holds no copy, so that weights and mark never disagree.
@@ -111,7 +112,7 @@ class LocalCopy:
             _write_mark(directory, Mark(run_id=run_id, version=served.version, root_digest=served.root))
         except OSError as error:
             raise SprawlError(f"cannot write {directory}: {error.strerror or error}") from None
-        state, mapped = _map_weights(directory / WEIGHTS)
+        state, mapped = map_weights(directory / WEIGHTS)
         return cls(directory, run_id, Served(served.version, state, dict(served.digests), served.root), mapped)
 
     def step(self, reader: VersionReader, prepared: Prepared) -> None:
@@ -138,7 +139,7 @@ class LocalCopy:
         scratch = Served(self.served.version, state, dict(self.served.digests), self.served.root)
         reader.commit(scratch, prepared)
         replace_durably(self.directory / WEIGHTS, encode_whole(scratch.state))
-        mapped_state, self._map = _map_weights(self.directory / WEIGHTS)
+        mapped_state, self._map = map_weights(self.directory / WEIGHTS)
         self.served = Served(scratch.version, mapped_state, scratch.digests, scratch.root)
 
     def _recover(self, mark: Mark, journal: tuple[Overwrites, Mark] | None) -> None:
@@ -203,7 +204,7 @@ def _in_place(state: State, overwrites: Overwrites) -> bool:
     return all(same) and not any(name in state for name in overwrites.removed)
 
 
-def _map_weights(path: Path) -> tuple[State, mmap.mmap]:
+def map_weights(path: Path) -> tuple[State, mmap.mmap]:
     """Tensors that share memory with the file. Raises IntegrityError when it is not safetensors."""
     with path.open("r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)

@@ -8,44 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sprawl.delta.bits import integer_view
 from sprawl.delta.codec import Overwrites, apply, decode, encode
 from sprawl.delta.compose import combine, compose, inverse, overwrites_bytes, restrict
 from sprawl.delta.journal import pack_overwrites, unpack_overwrites
 from sprawl.delta.segment import Patch
 from sprawl.delta.state import State, clone_state, root_digest, tensor_digests
 from sprawl.errors import IntegrityError
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8, torch.bool, torch.int64]
-SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (3, 5), (40, 11)]
-
-
-def bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Any bit pattern: NaN payloads, infinities, -0.0. Booleans are 0 or 1."""
-    count = int(np.prod(shape, dtype=int)) * dtype.itemsize
-    data = rng.integers(0, 2 if dtype == torch.bool else 256, count, np.uint8)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data.tobytes()), dtype=dtype).reshape(shape).clone()
-
-
-def successor(rng: np.random.Generator, state: State) -> State:
-    """Some elements change, now and then a tensor changes its form, goes or comes."""
-    new: State = {}
-    for name, tensor in state.items():
-        fate = rng.integers(0, 12)
-        if fate == 0:
-            continue
-        if fate == 1:
-            new[name] = bits(rng, SHAPES[rng.integers(len(SHAPES))], DTYPES[rng.integers(len(DTYPES))])
-            continue
-        new[name] = tensor.clone()
-        where = rng.random(tensor.numel()) < (0.0, 0.1, 0.9)[rng.integers(3)]
-        if where.any():
-            integer_view(new[name])[where] = integer_view(bits(rng, tuple(tensor.shape), tensor.dtype))[where]
-    if rng.integers(0, 4) == 0:
-        new[f"t{rng.integers(8)}"] = bits(rng, (5,), torch.bfloat16)
-    return new
+from tests.delta.random_states import first, successor
 
 
 def root(state: State) -> str:
@@ -56,7 +25,7 @@ def root(state: State) -> str:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6))
 def test_composition_and_inverse_are_bit_exact(seed: int, steps: int) -> None:
     rng = np.random.default_rng(seed)
-    states = [{f"t{i}": bits(rng, SHAPES[rng.integers(len(SHAPES))], DTYPES[i % len(DTYPES)]) for i in range(7)}]
+    states = [first(rng)]
     for _ in range(steps):
         states.append(successor(rng, states[-1]))
     decoded = [decode(old, encode(old, new).blob) for old, new in pairwise(states)]

@@ -1,0 +1,43 @@
+"""Kill a victim at every point of a scene, one process a point."""
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+
+from tests.chaos import scenes
+
+LIMIT = 400  # points of a scene; more means that it does not end
+
+
+def context() -> multiprocessing.context.ForkServerContext:
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["tests.chaos.scenes", "tests.chaos.points", "s3fs"])
+    return found
+
+
+def run(function: Callable[..., None], *arguments: object) -> int | None:
+    """Exit code of a process that runs `function`; -SIGKILL when it was killed."""
+    process = context().Process(target=function, args=arguments, daemon=True)
+    process.start()
+    try:
+        process.join(60)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return process.exitcode
+
+
+def each_point(scene: str, version: int, place: Callable[[int], tuple[str, str]]) -> Iterator[int]:
+    """Yields after every kill; `place(n)` prepares and names the board and the folder of the n-th one.
+
+    Ends when a victim survives the whole scene. Raises AssertionError when one fails by itself.
+    """
+    for point in range(LIMIT):
+        board, folder = place(point)
+        code = run(scenes.victim, scene, board, folder, version, point)
+        if code == 0:
+            return
+        assert code == -signal.SIGKILL, f"{scene} failed by itself at point {point}: exit code {code}"
+        yield point
+    raise AssertionError(f"{scene} has more than {LIMIT} points")
