@@ -31,6 +31,7 @@ import mmap
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ from sprawl.delta.codec import Overwrites, apply
 from sprawl.delta.segment import Patch
 from sprawl.delta.state import root_digest, tensor_digests
 from sprawl.errors import BoardError, IntegrityError, SprawlError
-from tests.chaos.killing import run
+from tests.chaos.killing import context, run
 from tests.chaos.scenes import RUN, publish, root, state_of
 from tests.delta.random_states import first, successor
 
@@ -354,9 +355,11 @@ def test_stale_listings() -> None:
     assert VersionReader(store, RUN).head() == 10, "a listing that still shows what is gone"
 
 
-def _race(board: str, name: str, value: float) -> None:
+def _race(board: str, name: str, value: float, start: Barrier) -> None:
     """Exit code 0 when this process's state is the version, 3 when another's is."""
     writer = Publisher(open_store(board), RUN, keyframe_every=4, dtype="bfloat16", writer=name)
+    writer.resume(None, 0)
+    start.wait(60)
     try:
         writer.publish(1, 1, {**state_of(1), "mine": torch.tensor(value)})
     except IntegrityError:
@@ -370,8 +373,9 @@ def test_twenty_racing_publishers(tmp_path: Path, same: bool) -> None:
     board = str(tmp_path / "board")
     store = open_store(board, create=True)
     publish(store, 0)
+    start = context().Barrier(20)
     with ThreadPoolExecutor(20) as pool:
-        codes = list(pool.map(lambda i: run(_race, board, f"w{i}", 0.0 if same else float(i)), range(20)))
+        codes = list(pool.map(lambda i: run(_race, board, f"w{i}", 0.0 if same else float(i), start), range(20)))
     assert codes.count(0) == (20 if same else 1)
     assert set(codes) <= {0, 3}
     served = VersionReader(store, RUN).materialise(1)
