@@ -83,7 +83,8 @@ def gc(store: Store, run_id: str, keep_versions: int, *, dry_run: bool = False) 
     doomed += merged
     freed = sum(manifests[version].sent_bytes for version in plan.versions)
     if not dry_run:
-        for version in plan.versions:
+        # Oldest keyframe first, and of what stands on it the newest first: each version still there can be rebuilt.
+        for version in sorted(plan.versions, key=lambda version: (manifests[version].keyframe_version, -version)):
             store.delete(keys.manifest(run_id, version))
         for key in records:
             store.delete(key)

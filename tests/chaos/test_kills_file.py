@@ -127,8 +127,9 @@ def test_retention(tmp_path: Path) -> None:
         reader = VersionReader(store, RUN)
         versions = reader.versions()
         assert versions[-1] == 9
-        for version in (8, 9):
-            assert reader.materialise(version).root == root(version), "what is kept stays whole"
+        assert {8, 9} <= set(versions)
+        for version in versions:
+            assert reader.materialise(version).root == root(version), "a version is there and whole, or not there"
         play("gc", str(tmp_path / "board"), "", 0)
         left = store.list(f"{RUN}/")
         expected = expected or left
