@@ -1,6 +1,6 @@
 """What it costs to join late: keyframe and chain, the chain alone, or one merged delta.
 
-    python -m benchmarks.late_join                256 MiB of bf16, 64 versions
+    python -m benchmarks.late_join                128 MiB of bf16, 64 versions (minutes)
     python -m benchmarks.late_join --quick        24 MiB, 24 versions: under 60 s
     python -m benchmarks.late_join --json         one JSON object
 
@@ -55,7 +55,7 @@ class Size:
     away: tuple[int, ...]
 
 
-FULL = Size(128 << 20, 64, 20, (2, 8, 31, 62))
+FULL = Size(64 << 20, 64, 20, (2, 8, 31, 62))
 QUICK = Size(12 << 20, 24, 8, (2, 6, 22))
 
 
@@ -133,6 +133,8 @@ def measure(store: Store, size: Size) -> list[Row]:
         if base is not None:
             routes["chain"] = [(version - 1, version) for version in range(base + 1, target + 1)]
             routes["merged delta"] = [(base, target)]
+        if chosen not in routes.values():
+            routes["keyframe + merged delta" if base is None else "mixed"] = chosen
         for route, hops in routes.items():
             before = reader.bytes_read
             work = timed(reader, start, hops, manifest.root_digest)
@@ -156,7 +158,7 @@ def measure(store: Store, size: Size) -> list[Row]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--quick", is_flag=True, help="A small run: under 60 s.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--rate", type=float, default=2e-6, show_default=True, help="Learning rate of the steps.")
+@click.option("--rate", type=float, default=5e-7, show_default=True, help="Learning rate of the steps.")
 def late_join(quick: bool, as_json: bool, rate: float) -> None:
     """Measure what it costs to join a run late."""
     torch.set_num_threads(1)
