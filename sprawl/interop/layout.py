@@ -124,7 +124,7 @@ def checksum(kind: str, data: np.ndarray) -> str:
             try:
                 import xxhash
             except ImportError:
-                raise SprawlError("xxh3-128 checksums need the package xxhash", "pip install xxhash") from None
+                raise SprawlError("xxh3-128 needs the package xxhash", "pip install 'sprawl-rl[interop]'") from None
             return xxhash.xxh3_128(data.data).hexdigest()
     raise SprawlError(f"unknown checksum {kind!r}", f"use one of {', '.join(CHECKSUMS)}")
 
