@@ -1,6 +1,7 @@
 """Kill a victim at every point of a scene, one process a point."""
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -17,7 +18,8 @@ def context() -> multiprocessing.context.ForkServerContext:
 
 def run(function: Callable[..., None], *arguments: object) -> int | None:
     """Exit code of a process that runs `function`; -SIGKILL when it was killed."""
-    process = context().Process(target=function, args=arguments, daemon=True)
+    store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    process = context().Process(target=_start, args=(store, function, *arguments), daemon=True)
     process.start()
     try:
         process.join(60)
@@ -26,6 +28,12 @@ def run(function: Callable[..., None], *arguments: object) -> int | None:
             process.kill()
             process.join()
     return process.exitcode
+
+
+def _start(environment: dict[str, str], function: Callable[..., None], *arguments: object) -> None:
+    """The fork server may be older than the object store that this process is to use."""
+    os.environ.update(environment)
+    function(*arguments)
 
 
 def each_point(scene: str, version: int, place: Callable[[int], tuple[str, str]]) -> Iterator[int]:
