@@ -1,6 +1,5 @@
 """Several writers of one version, in this process and as real processes."""
 
-import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from sprawl.board.verify import verify_board
 from sprawl.delta.state import State, root_digest, tensor_digests
 from sprawl.errors import BoardError, IntegrityError
 from tests.board.states import FILES, RUN
+from tests.forking import context
 
 EVERY = 3
 NAMES = [f"t{i}" for i in range(7)]
@@ -168,13 +168,13 @@ def test_ranks_are_processes(tmp_path: Path) -> None:
     world = 3
     board = str(tmp_path / "board")
     store = open_store(board, create=True)
-    context = multiprocessing.get_context("forkserver")
+    processes = context()
     links: list[Connection] = []
     ranks = []
     try:
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(board, rank, world, theirs), daemon=True)
+            ours, theirs = processes.Pipe()
+            process = processes.Process(target=_rank, args=(board, rank, world, theirs), daemon=True)
             process.start()
             links.append(ours)
             ranks.append(process)
@@ -183,8 +183,8 @@ def test_ranks_are_processes(tmp_path: Path) -> None:
             if version == 3:  # one rank dies between versions and comes back knowing nothing
                 ranks[1].kill()
                 ranks[1].join()
-                links[1], theirs = context.Pipe()
-                ranks[1] = context.Process(target=_rank, args=(board, 1, world, theirs), daemon=True)
+                links[1], theirs = processes.Pipe()
+                ranks[1] = processes.Process(target=_rank, args=(board, 1, world, theirs), daemon=True)
                 ranks[1].start()
             for link in links:
                 link.send(version)

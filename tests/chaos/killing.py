@@ -1,19 +1,13 @@
 """Kill a victim at every point of a scene, one process a point."""
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
 
 from tests.chaos import scenes
+from tests.forking import context
 
 LIMIT = 400  # points of a scene; more means that it does not end
-
-
-def context() -> multiprocessing.context.ForkServerContext:
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tests.chaos.scenes", "tests.chaos.points", "s3fs"])
-    return found
 
 
 def run(function: Callable[..., None], *arguments: object) -> int | None:

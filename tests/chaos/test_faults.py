@@ -56,9 +56,10 @@ from sprawl.delta.codec import Overwrites, apply
 from sprawl.delta.segment import Patch
 from sprawl.delta.state import root_digest, tensor_digests
 from sprawl.errors import BoardError, IntegrityError, SprawlError
-from tests.chaos.killing import context, run
+from tests.chaos.killing import run
 from tests.chaos.scenes import RUN, publish, root, state_of
 from tests.delta.random_states import first, successor
+from tests.forking import context
 
 
 def published(versions: int) -> MemoryStore:
