@@ -1,5 +1,5 @@
 """One fork server for all tests that start many processes: it imports what victims need once, compiled kernels
-included, so that they start in milliseconds. Python has one per process, and the first start decides what it preloads."""
+included, so that they start in milliseconds. Python has one a process, and its first start decides the preload."""
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
