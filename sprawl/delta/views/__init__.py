@@ -1,4 +1,4 @@
-"""Served views: the policy exactly as rollout engines hold it, in the layouts they load. `formats` names the sources."""
+"""Served views: the policy exactly as engines hold it, in the layouts they load. `formats` names the sources."""
 
 from sprawl.delta.views.build import dense_view, make_view
 from sprawl.delta.views.formats import FORMATS, Format, find_format, is_quantized_weight, quantization_config

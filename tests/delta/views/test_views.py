@@ -183,7 +183,7 @@ def test_weights_without_a_scale_are_refused(form: str, bad: float) -> None:
 
 
 def test_an_unknown_format_is_named_with_those_there_are() -> None:
-    with pytest.raises(SprawlError, match="no served format 'fp9'.*nvfp4"):
+    with pytest.raises(SprawlError, match=r"no served format 'fp9'.*nvfp4"):
         make_view({}, "fp9")
 
 
