@@ -5,7 +5,8 @@ lies inside its rounding cell is unknown and taken as uniform, so a push p chang
 with probability min(1, p / spacing). The cell of bf16 at theta is theta/128 wide (at a power of two; the boundary is
 theta/256 away), in general theta / 2**m for m mantissa bits.
 
-The prediction leaves out what a changed scale does to the codes under it, so it is low where scales are many.
+The prediction is low where a changed scale moves the codes under it, and high in the first steps of a run whose
+masters were loaded from served weights: they start in the middle of their cells.
 
 Magnitudes, spacings and steps are binned by the top bits of their fp32 form: eight bins an octave, whose lower edge
 stands for the bin. Spacings and steps of plain formats are powers of two times small integers, which are exact.
