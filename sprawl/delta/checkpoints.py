@@ -92,7 +92,8 @@ class Checkpoint:
         self.forms: dict[str, Form] = {}
         self._places: dict[str, _Place] = {}
         try:
-            self._fs, root = fsspec.core.url_to_fs(url)
+            # A cached listing may hold the size of an object that was replaced since.
+            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
             for file in self._shards(root.rstrip("/")):
                 self._open_shard(file)
         except SprawlError:

@@ -19,16 +19,15 @@ from sprawl.delta.elements import Piece, is_scale, pieces
 from sprawl.delta.encodings import NAMES, foreign_sizes
 from sprawl.delta.state import State, raw_bytes
 from sprawl.delta.tally import (
-    BINS,
     EDGES,
     ROW_BINADE,
     ROW_DECADE,
+    Margins,
     Tally,
     expected_share,
     fit_push,
     median_bin,
     share_of_updates,
-    size_counts,
 )
 
 _BATCH = 1 << 23  # elements encoded together
@@ -116,8 +115,7 @@ class _Group:
     def __init__(self) -> None:
         self.tensors = self.elements = self.changed = self.delta_bytes = self.whole_bytes = 0
         self.sizes = dict.fromkeys(NAMES, 0)
-        self.spacing = np.zeros(BINS, np.int64)
-        self.updates = np.zeros(BINS, np.int64)
+        self.margins = Margins()
         self._old: State = {}
         self._new: State = {}
         self._waiting = 0
@@ -166,10 +164,7 @@ def delta_stats(
         for piece in pieces(before, after, name, serve):
             group.add(piece)
             if piece.values is not None:
-                tally.add(*piece.values, piece.changed)
-                group.spacing += size_counts(piece.values[2])
-                with np.errstate(invalid="ignore", over="ignore"):
-                    group.updates += size_counts(np.abs(piece.values[1] - piece.values[0]))
+                tally.add(*piece.values, piece.changed, group.margins)
     for group in groups.values():
         group.flush()
     return _summary(groups, tally, push, measured=masters > 0)
@@ -209,9 +204,10 @@ def _summary(groups: dict[str, _Group], tally: Tally, push: float | None, *, mea
 
 
 def _group_share(group: _Group, push: float | None, kind: str) -> float | None:
-    if push is None or not group.spacing.any():
+    spacings, updates = group.margins.spacings, group.margins.updates
+    if push is None or not spacings.any():
         return None
-    return share_of_updates(group.spacing, group.updates) if kind == "measured" else expected_share(group.spacing, push)
+    return share_of_updates(spacings, updates) if kind == "measured" else expected_share(spacings, push)
 
 
 def _row_share(tally: Tally, row: int, push: float | None, kind: str) -> float | None:

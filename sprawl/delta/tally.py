@@ -44,18 +44,36 @@ with np.errstate(invalid="ignore"):
 
 
 @njit(cache=True, nogil=True)
-def _count(old, new, old_bits, spacing_bits, step_bits, changed, next_decade, shift, elements, visible, hidden, moved):
+def _count(
+    old,
+    new,
+    old_bits,
+    spacing_bits,
+    step_bits,
+    changed,
+    next_decade,
+    shift,
+    elements,
+    visible,
+    hidden,
+    changed_rows,
+    spacings,
+    updates,
+):
     for i in range(old.size):
         exponent = (old_bits[i] >> 23) & 255
         if exponent == 255:
             continue
         magnitude = abs(old[i])
         row = 512 if magnitude == 0 else 2 * exponent + (magnitude >= next_decade[exponent])
-        elements[row, (spacing_bits[i] & 0x7FFFFFFF) >> shift] += 1
+        spacing = (spacing_bits[i] & 0x7FFFFFFF) >> shift
+        elements[row, spacing] += 1
+        spacings[spacing] += 1
         if changed[i]:
-            moved[row] += 1
+            changed_rows[row] += 1
         step = (step_bits[i] & 0x7FFFFFFF) >> shift
         if step < (255 << (23 - shift)) and (new[i] != old[i] or changed[i]):
+            updates[step] += 1
             if changed[i]:
                 visible[row, step] += 1
             else:
@@ -63,8 +81,16 @@ def _count(old, new, old_bits, spacing_bits, step_bits, changed, next_decade, sh
 
 
 @dataclass
+class Margins:
+    """Counts of one group of tensors, [bin]: elements by spacing, updates by size; independent of each other."""
+
+    spacings: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
+    updates: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
+
+
+@dataclass
 class Tally:
-    """Counts of one group of tensors, [row, bin]: `elements` by spacing; updates by size, `visible` where the served
+    """Counts of all tensors, [row, bin]: `elements` by spacing; updates by size, `visible` where the served
     bits changed and `hidden` where only the value behind them did (masters, or a shared scale). `changed` [row]."""
 
     elements: np.ndarray = field(default_factory=lambda: np.zeros((ROWS, BINS), np.int64))
@@ -72,8 +98,11 @@ class Tally:
     hidden: np.ndarray = field(default_factory=lambda: np.zeros((ROWS, BINS), np.int64))
     changed: np.ndarray = field(default_factory=lambda: np.zeros(ROWS, np.int64))
 
-    def add(self, old: np.ndarray, new: np.ndarray, spacing: np.ndarray, changed: np.ndarray) -> None:
-        """Count fp32 values [n] before and after, their cell widths (fp32) and whether their bits changed (bool)."""
+    def add(self, old: np.ndarray, new: np.ndarray, spacing: np.ndarray, changed: np.ndarray, margins: Margins) -> None:
+        """Count fp32 values [n] before and after, their cell widths (fp32) and whether their bits changed (bool).
+
+        Values that are not finite before are left out. `margins`: of the group that they belong to.
+        """
         with np.errstate(invalid="ignore", over="ignore"):
             step = np.abs(new - old)
         _count(
@@ -89,12 +118,9 @@ class Tally:
             self.visible,
             self.hidden,
             self.changed,
+            margins.spacings,
+            margins.updates,
         )
-
-
-def size_counts(sizes: np.ndarray) -> np.ndarray:
-    """int64 [bin]: how many sizes (fp32 [n], not negative) are in which bin; infinities and NaNs are left out."""
-    return np.bincount(sizes[np.isfinite(sizes)].view(np.uint32) >> _SHIFT, minlength=BINS)
 
 
 def expected_share(elements: np.ndarray, push: float) -> float:

@@ -18,7 +18,7 @@ from sprawl.delta.encodings import foreign_sizes
 from sprawl.delta.files import save_state
 from sprawl.delta.state import State
 from sprawl.delta.stats import delta_stats, group_of
-from sprawl.delta.tally import expected_share, fit_push, size_counts
+from sprawl.delta.tally import BINS, EDGES, expected_share, fit_push
 from sprawl.delta.views import FORMATS, dense_view, make_view
 
 NAMES = (
@@ -170,7 +170,9 @@ def test_foreign_sizes_hold_what_they_have_to() -> None:
 
 
 def test_fitting_is_the_inverse_of_predicting() -> None:
-    spacing = size_counts(np.repeat(np.float32([1e-5, 1e-4, 1e-3]), [100, 1000, 10_000]))
+    spacing = np.zeros(BINS, np.int64)
+    for width, count in ((1e-5, 100), (1e-4, 1000), (1e-3, 10_000)):
+        spacing[np.searchsorted(EDGES, width)] = count
     for push in (1e-6, 3e-5, 5e-4):
         changed = round(expected_share(spacing, push) * 11_100)
         assert fit_push(spacing, changed) == pytest.approx(push, rel=0.05)
