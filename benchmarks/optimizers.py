@@ -13,7 +13,8 @@ Muon, which post-training moves to, gives every direction of a matrix the same l
   have, so that Muon moves the hidden matrices as far as AdamW does.
 
 Shares come from the runs' ledgers and, for the hidden matrices alone, from the fp32 masters before and after the last
-step, whose updates also predict the share. Rewards say that the arms train, not which one trains better.
+step, whose updates also predict the share. The same two masters as fp8, fp4 and int4 views show what lower precision
+does to it. Rewards say that the arms train, not which one trains better.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store, open_store
 from sprawl.config import RunConfig, load_config
 from sprawl.delta.state import State
-from sprawl.delta.stats import DeltaStats, delta_stats
+from sprawl.delta.stats import delta_stats
+from sprawl.delta.views import make_view
 from sprawl.errors import SprawlError
 from sprawl.report.data import RunData, load_run
 from sprawl.train.checkpoint import read_blob
@@ -43,10 +45,15 @@ from sprawl.train.optimizer import is_hidden_matrix
 _DENSE = ("boundary.codec=dense", "anchor.enabled=false", "checkpoint.every=1")
 _QUICK = ("rollout.islands=1", "rollout.prompts=4", "rollout.samples=8", "evaluate.problems=20", "probe.every=8")
 
+_VIEWS = ("bfloat16", "float8_e4m3", "float8_e4m3_block", "mxfp4", "nvfp4", "int4_g128")
+
 
 @dataclass(frozen=True)
 class Row:
-    """One arm. Shares are of served bf16 weights. `hidden_*`: the matrices that Muon steps, at the last step."""
+    """One arm. Shares are of served bf16 weights. `hidden_*`: the matrices that Muon steps, at the last step.
+
+    `hidden_views`: by served format, the share of changed codes (scales left out) and the delta's bytes over the whole.
+    """
 
     arm: str
     lr: float
@@ -61,6 +68,7 @@ class Row:
     hidden_predicted: float | None
     hidden_push_median: float | None
     hidden_push_rms: float
+    hidden_views: dict[str, tuple[float, float]]
 
 
 def hidden_masters(store: Store, run_id: str, step: int) -> State:
@@ -75,8 +83,20 @@ def push_rms(old: State, new: State) -> float:
     return math.sqrt(squares / sum(tensor.numel() for tensor in old.values()))
 
 
-def make_row(arm: str, data: RunData, hidden: DeltaStats, rms: float) -> Row:
-    """What one run says. `hidden`: of its masters before and after the last step."""
+def view_shares(old: State, new: State) -> dict[str, tuple[float, float]]:
+    """Served format -> (share of changed codes, bytes of the delta over those of the view)."""
+    shares = {}
+    for form in _VIEWS:
+        stats = delta_stats(make_view(old, form), make_view(new, form))
+        codes = [group for group in stats.groups if group.group != "scale"]
+        changed = sum(group.changed for group in codes) / sum(group.elements for group in codes)
+        shares[form] = changed, stats.total.delta_bytes / stats.total.whole_bytes
+    return shares
+
+
+def make_row(arm: str, data: RunData, old: State, new: State) -> Row:
+    """What one run says. `old`, `new`: its hidden masters before and after the last step."""
+    hidden = delta_stats(old, new, serve=torch.bfloat16)
     records = data.steps
     third = max(1, len(records) // 3)
     shares = [record.changed_share for record in records]
@@ -94,7 +114,8 @@ def make_row(arm: str, data: RunData, hidden: DeltaStats, rms: float) -> Row:
         hidden_changed=hidden.total.changed / hidden.total.elements,
         hidden_predicted=hidden.total.predicted,
         hidden_push_median=hidden.push,
-        hidden_push_rms=rms,
+        hidden_push_rms=push_rms(old, new),
+        hidden_views=view_shares(old, new),
     )
 
 
@@ -113,8 +134,7 @@ def run_arm(arm: str, config: Path, board: str, overrides: Sequence[str]) -> Row
 def measure(arm: str, store: Store, run_id: str, settings: RunConfig) -> Row:
     """The row of a finished run, from its ledger and its last two checkpoints."""
     before, after = (hidden_masters(store, run_id, step) for step in (settings.steps - 1, settings.steps))
-    hidden = delta_stats(before, after, serve=torch.bfloat16)
-    return make_row(arm, load_run(store, run_id), hidden, push_rms(before, after))
+    return make_row(arm, load_run(store, run_id), before, after)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -132,6 +152,14 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.changed_mean:.2%} ({row.changed_min:.2%}-{row.changed_max:.2%}) | {row.delta_bytes_share:.2%} | "
             f"{row.hidden_changed:.2%} | {predicted} | {median} / {row.hidden_push_rms:.1e} |"
         )
+    lines += [
+        "",
+        f"| hidden matrices served as | {' | '.join(row.arm for row in rows)} |",
+        "|---" * (len(rows) + 1) + "|",
+    ]
+    for form in _VIEWS:
+        cells = [f"{share:.3%}, delta / whole {size:.3%}" for share, size in (row.hidden_views[form] for row in rows)]
+        lines.append(f"| {form} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

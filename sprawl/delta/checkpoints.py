@@ -100,8 +100,8 @@ class Checkpoint:
             raise
         except ImportError as error:
             raise SprawlError(f"cannot open {url}: {error}", "install the file system it names") from None
-        except (OSError, ValueError) as error:
-            raise SprawlError(f"cannot open {url}: {_one_line(error)}") from None
+        except Exception as error:  # every file system has errors of its own, missing credentials for one
+            raise SprawlError(f"cannot open {url}: {_one_line(error)}") from error
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         form, place = self.forms[name], self._places[name]
@@ -111,8 +111,8 @@ class Checkpoint:
         start = place.offset + begin * size
         try:
             data = self._fs.cat_file(place.file, start=start, end=start + (end - begin) * size)
-        except OSError as error:
-            raise SprawlError(f"cannot read {place.file}: {_one_line(error)}") from None
+        except Exception as error:  # as above
+            raise SprawlError(f"cannot read {place.file}: {_one_line(error)}") from error
         if len(data) != (end - begin) * size:
             raise SprawlError(f"{place.file} ends inside tensor {name!r}", "copy the checkpoint again")
         return torch.frombuffer(bytearray(data), dtype=form.dtype)

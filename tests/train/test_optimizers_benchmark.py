@@ -22,7 +22,14 @@ from sprawl.train.optimizer import build_optimizer, is_hidden_matrix
 from tests.report.plausible import make_run_record, make_step, put
 from tests.train.helpers import make_config, make_decoder
 
+VIEWS = ("bfloat16", "float8_e4m3", "nvfp4")
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+
+
+@pytest.fixture(autouse=True)
+def only_formats_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's policy is 32 wide: groups of 128 do not fit."""
+    monkeypatch.setattr(optimizers, "_VIEWS", VIEWS)
 
 
 def finished_run(board: str, run_id: str, overrides: Sequence[str]) -> tuple[dict[str, torch.Tensor], ...]:
@@ -50,6 +57,7 @@ def test_a_row_is_what_the_ledger_and_the_masters_say(tmp_path: Path) -> None:
     assert row.changed_mean == pytest.approx(0.06)
     changed = sum(int((served_view(old, "bfloat16")[n] != served_view(new, "bfloat16")[n]).sum()) for n in old)
     assert row.hidden_changed == changed / sum(tensor.numel() for tensor in old.values())
+    assert row.hidden_views["bfloat16"][0] == row.hidden_changed > row.hidden_views["float8_e4m3"][0] > 0
     assert row.hidden_push_rms == pytest.approx(1e-5, rel=0.03)
     assert row.hidden_push_median == pytest.approx(0.674e-5, rel=0.15)
     assert row.hidden_predicted == pytest.approx(row.hidden_changed, rel=0.25)
@@ -57,12 +65,13 @@ def test_a_row_is_what_the_ledger_and_the_masters_say(tmp_path: Path) -> None:
 
 def test_the_third_arm_moves_as_far_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     started = {}
+    views = dict.fromkeys(VIEWS, (0.1, 0.2))
 
     def run_arm(arm: str, config: Path, board: str, overrides: Sequence[str]) -> optimizers.Row:
         settings = load_config(config, list(overrides))
         started[arm] = settings
         rms = 4e-6 if settings.optimizer.kind == "adamw" else 0.1 * settings.optimizer.lr
-        return optimizers.Row(arm, settings.optimizer.lr, 3, 0.1, 0.2, 0.3, 0.2, 0.4, 0.01, 0.1, 0.1, 1e-6, rms)
+        return optimizers.Row(arm, settings.optimizer.lr, 3, 0.1, 0.2, 0.3, 0.2, 0.4, 0.01, 0.1, 0.1, 1e-6, rms, views)
 
     monkeypatch.setattr(optimizers, "run_arm", run_arm)
     result = CliRunner().invoke(optimizers.optimizers, ["--config", str(CONFIG), "--quick", "--json"])
@@ -73,7 +82,7 @@ def test_the_third_arm_moves_as_far_as_the_first(monkeypatch: pytest.MonkeyPatch
     assert rows["muon-rms"]["hidden_push_rms"] == pytest.approx(rows["adamw"]["hidden_push_rms"])
     assert [started[arm].optimizer.kind for arm in rows] == ["adamw", "muon", "muon"]
     assert all(settings.boundary.codec == "dense" for settings in started.values())
-    lines = CliRunner().invoke(optimizers.optimizers, ["--config", str(CONFIG), "--quick"]).stdout.splitlines()
+    lines = CliRunner().invoke(optimizers.optimizers, ["--config", str(CONFIG), "--quick"]).stdout.splitlines()[:5]
     assert [line.split("|")[1].strip() for line in lines] == ["arm", "---", "adamw", "muon", "muon-rms"]
 
 

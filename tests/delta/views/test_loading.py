@@ -40,6 +40,7 @@ def llama(hidden: int = 128):  # type: ignore[no-untyped-def]
     return LlamaForCausalLM(config)
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("form", [name for name in LOADABLE if FORMATS[name].source == "compressed-tensors"])
 def test_transformers_loads_the_view_and_computes_with_its_values(form: str, tmp_path: Path) -> None:
     """A directory of our files, through transformers and compressed-tensors, against our own dense values."""
