@@ -67,13 +67,28 @@ class GrpoConfig(Section):
     microbatch_rows: Positive = Field(64, description="Sequences per forward/backward.")
 
 
+class MuonConfig(Section):
+    """Read when `optimizer.kind` is muon."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(gt=0, lt=100)] = Field(5, description="Newton-Schulz iterations a step.")
+    adjust_lr: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw", description="How lr follows a matrix's shape; match_rms_adamw steps as far as AdamW does."
+    )
+
+
 class OptimizerConfig(Section):
+    kind: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: hidden matrices by Muon; embeddings, norms, biases and the head by AdamW."
+    )
     lr: Annotated[float, Field(gt=0)] = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Global norm clip, before the sign correction.")
     max_bad_steps: Positive = Field(3, description="Refused steps (non-finite gradient) in a row before the run stops.")
+    muon: MuonConfig = MuonConfig()
 
 
 class AnchorConfig(Section):

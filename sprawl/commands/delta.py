@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-
-if TYPE_CHECKING:
-    from sprawl.delta.stats import DeltaStats
 
 _MODEL = "A safetensors file or a Hugging Face model directory."
 
@@ -31,61 +27,45 @@ def delta() -> None:
 @delta.command()
 @click.argument("old")
 @click.argument("new")
+@click.option("--push", type=click.FloatRange(min=0, min_open=True), help="Size of an update, about lr x steps.")
+@click.option("--serve", type=click.Choice(["bfloat16", "float16"]), help="OLD and NEW are fp32 masters, served so.")
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE.png", help="Draw push against floor.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def stats(old: str, new: str, as_json: bool) -> None:
-    """What changed between two checkpoints, by tensor group and by weight magnitude.
+def stats(old: str, new: str, push: float | None, serve: str | None, plot: str | None, as_json: bool) -> None:
+    """What changed between two checkpoints, by tensor group and by weight magnitude, predicted and measured.
 
-    A served weight changes only when the optimizer's push is larger than the floor: half the spacing of its dtype
-    at that magnitude. So the share that changed falls with magnitude, which is what makes deltas small.
+    OLD and NEW may be fsspec URLs (s3://bucket/step-99) and of any size: they are read piece by piece.
+
+    A served weight changes only when the optimizer's push carries it over the floor: half the spacing of its dtype
+    at that magnitude, theta/256 for bfloat16. So the share that changed falls with magnitude, which is what makes
+    deltas small. A push p is expected to change a share of p / spacing of the weights; without --push, p is the
+    number that explains the total, and the rows show whether it explains them.
 
     \b
     Examples:
       sprawl delta stats step-99 step-100
       sprawl delta stats step-99/model.safetensors step-100/model.safetensors --json
+      sprawl delta stats s3://runs/a/step-99 s3://runs/a/step-100 --push 1e-6 --plot update.png
     """
-    from sprawl.delta.files import load_state
+    import torch
+
+    from sprawl.commands.delta_stats import print_stats
+    from sprawl.delta.checkpoints import Checkpoint
     from sprawl.delta.stats import delta_stats
 
-    result = delta_stats(load_state(old), load_state(new))
+    dtype = getattr(torch, serve) if serve else None
+    result = delta_stats(Checkpoint(old), Checkpoint(new), push=push, serve=dtype)
+    if plot:
+        from sprawl.delta.files import write_atomically
+        from sprawl.report.push_floor import push_floor_png
+
+        write_atomically(Path(plot), push_floor_png(result))
     if as_json:
         click.echo(json.dumps(result.as_dict()))
-    else:
-        _print_stats(result)
-
-
-def _print_stats(result: DeltaStats) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    groups = Table("group", box=None, pad_edge=False)
-    for heading in ("tensors", "weights", "changed", "delta bytes", "whole bytes", "delta/whole"):
-        groups.add_column(heading, justify="right")
-    for row in [*result.groups, result.total]:
-        groups.add_row(
-            row.group,
-            f"{row.tensors:,}",
-            f"{row.elements:,}",
-            f"{row.changed / max(1, row.elements):.3%}",
-            f"{row.delta_bytes:,}",
-            f"{row.whole_bytes:,}",
-            f"{row.delta_bytes / max(1, row.whole_bytes):.3%}",
-        )
-    console.print(groups)
-    decades = Table("old magnitude", box=None, pad_edge=False)
-    for heading in ("weights", "changed", "floor (half ulp)", "step where changed"):
-        decades.add_column(heading, justify="right")
-    for decade in result.decades:
-        decades.add_row(
-            "0" if decade.exponent is None else f"1e{decade.exponent:+03d} to 1e{decade.exponent + 1:+03d}",
-            f"{decade.elements:,}",
-            f"{decade.changed / max(1, decade.elements):.3%}",
-            f"{decade.floor:.1e}",
-            "" if decade.step is None else f"{decade.step:.1e}",
-        )
-    if result.decades:
-        console.print()
-        console.print(decades)
+        return
+    print_stats(result)
+    if plot:
+        click.echo(plot)
 
 
 @delta.command()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,18 +16,15 @@ State = dict[str, torch.Tensor]
 """HF tensor names -> CPU contiguous tensors of a served view. Tied weights appear once."""
 
 
-def served_view(masters: Mapping[str, torch.Tensor], dtype: Literal["bfloat16", "float16"]) -> State:
-    """Round master weights to what engines serve.
+def served_view(masters: Mapping[str, torch.Tensor], dtype: str) -> State:
+    """Round master weights to what engines serve: `views.make_view` of the format named `dtype`.
 
-    Floating tensors are rounded to `dtype`, to nearest even; others are kept. The result never shares memory with
-    `masters`, which may live on any device.
+    `bfloat16` and `float16` round every floating tensor to nearest even and keep others. The result never shares
+    memory with `masters`, which may live on any device.
     """
-    target = getattr(torch, dtype)
-    view: State = {}
-    for name, tensor in masters.items():
-        cast = target if tensor.is_floating_point() else tensor.dtype
-        view[name] = tensor.detach().to(device="cpu", dtype=cast, copy=True).contiguous()
-    return view
+    from sprawl.delta.views import make_view  # views know states, not the other way round
+
+    return make_view(masters, dtype)
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:

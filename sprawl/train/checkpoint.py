@@ -6,7 +6,6 @@ Two blobs a checkpoint, so that the anchor reads the masters without the moments
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import torch
 from blake3 import blake3
@@ -19,30 +18,11 @@ from sprawl.board.records import CheckpointRecord
 from sprawl.board.store import Store
 from sprawl.errors import BoardError, IntegrityError
 from sprawl.policy import Decoder
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def optimizer_tensors(decoder: Decoder, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Adam's moments and step counts by parameter name; empty before the first step."""
-    tensors = {}
-    for name, parameter in decoder.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}:{name}"] = value
-    return tensors
-
-
-def load_optimizer_tensors(decoder: Decoder, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
-    """Inverse of `optimizer_tensors`."""
-    optimizer.state.clear()
-    for name, parameter in decoder.named_parameters():
-        state = {key: tensors[f"{key}:{name}"].clone() for key in (*MOMENTS, "step") if f"{key}:{name}" in tensors}
-        if state:
-            optimizer.state[parameter] = state
+from sprawl.train.optimizer import RunOptimizer, load_optimizer_tensors, optimizer_tensors
 
 
 def save_checkpoint(
-    store: Store, ledger: Ledger, step: int, epoch: int, decoder: Decoder, optimizer: torch.optim.AdamW
+    store: Store, ledger: Ledger, step: int, epoch: int, decoder: Decoder, optimizer: RunOptimizer
 ) -> int:
     """Write the checkpoint of `step` unless it is already committed. Returns its size in bytes."""
     if ledger.checkpoint(step) is not None:
@@ -74,7 +54,7 @@ def read_blob(store: Store, ledger: Ledger, step: int, name: str) -> dict[str, T
     return load(data)
 
 
-def restore(store: Store, ledger: Ledger, step: int, decoder: Decoder, optimizer: torch.optim.AdamW) -> None:
+def restore(store: Store, ledger: Ledger, step: int, decoder: Decoder, optimizer: RunOptimizer) -> None:
     """Load masters and optimizer state of a committed checkpoint."""
     decoder.load_served(read_blob(store, ledger, step, "masters"), torch.float32)
     load_optimizer_tensors(decoder, optimizer, read_blob(store, ledger, step, "optimizer"))

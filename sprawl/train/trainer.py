@@ -18,6 +18,7 @@ from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.train import grpo
 from sprawl.train.boundary import BoundaryCodec, WireCounter, make_codec
 from sprawl.train.correction import correct_gradients
+from sprawl.train.optimizer import RunOptimizer, build_optimizer
 from sprawl.train.pipeline import Packed, StagedPolicy, pack
 
 
@@ -41,15 +42,9 @@ class StepStats:
     wire: WireCounter
 
 
-def make_optimizer(decoder: Decoder, config: RunConfig) -> torch.optim.AdamW:
-    settings = config.optimizer
-    return torch.optim.AdamW(
-        decoder.parameters(),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
+def make_optimizer(decoder: Decoder, config: RunConfig) -> RunOptimizer:
+    """The optimizer that the run's config describes."""
+    return build_optimizer(decoder, config.optimizer)
 
 
 class Trainer:
