@@ -36,6 +36,7 @@ def evaluate(
     """
     from sprawl.board.ledger import Ledger, resolve_run
     from sprawl.board.reader import VersionReader
+    from sprawl.board.signing import environment_trust
     from sprawl.board.store import open_store
     from sprawl.config import parse_config
     from sprawl.run.options import absolute_board
@@ -43,7 +44,7 @@ def evaluate(
     place = absolute_board(board or os.environ.get("SPRAWL_BOARD", "runs"))
     store = open_store(place)
     name = resolve_run(store, run_id)
-    ledger, reader = Ledger(store, name), VersionReader(store, name)
+    ledger, reader = Ledger(store, name), VersionReader(store, name, trust=environment_trust())
     config = parse_config(ledger.run().config, f"run.json of {name}")
     wanted = reader.head() if version is None else version
     manifest = None if wanted is None else reader.manifest(wanted)

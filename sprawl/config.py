@@ -16,6 +16,18 @@ from sprawl.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
 Dtype = Literal["float32", "bfloat16"]
+ServedFormat = Literal[
+    "bfloat16",
+    "float16",
+    "float8_e4m3",
+    "float8_e4m3_channel",
+    "float8_e4m3_block",
+    "mxfp4",
+    "nvfp4",
+    "int4_g128",
+    "int4_g32",
+]
+"""The formats of `sprawl.delta.views` that engines load."""
 
 
 class Section(BaseModel):
@@ -111,7 +123,9 @@ class AnchorConfig(Section):
 
 
 class PublishConfig(Section):
-    dtype: Literal["bfloat16", "float16"] = Field("bfloat16", description="Dtype of the served view.")
+    dtype: ServedFormat = Field(
+        "bfloat16", description="Format of the served view; scaled ones quantise the matrices of linear layers."
+    )
     keyframe_every: Positive = Field(20, description="A version published whole every n versions.")
 
 

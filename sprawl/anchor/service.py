@@ -22,6 +22,7 @@ from sprawl.board import keys
 from sprawl.board.ledger import Ledger
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import FireRecord
+from sprawl.board.signing import environment_trust
 from sprawl.board.store import MissingKey, Store, open_store
 from sprawl.config import RunConfig, parse_config
 from sprawl.errors import IntegrityError, SprawlError
@@ -125,7 +126,7 @@ class AnchorService:
 
     def _model(self) -> Decoder:
         if self._decoder is None:
-            files = VersionReader(self.store, self.run_id).files()
+            files = VersionReader(self.store, self.run_id, trust=environment_trust()).files()
             self._decoder = Decoder(read_architecture(files))
         return self._decoder
 

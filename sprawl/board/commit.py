@@ -37,6 +37,7 @@ class Draft:
     full_bytes: int
     extra: dict[str, Any] = field(default_factory=dict)
     writers: list[str] = field(default_factory=list)
+    whole: bool = False  # a keyframe whatever its number
 
 
 def put_blob(store: Store, run_id: str, version: int, data: bytes, role: str) -> BlobEntry:
@@ -125,7 +126,8 @@ class Committer:
     def _manifest(self, draft: Draft) -> Manifest:
         blobs = list(draft.blobs)
         files: dict[str, str] = {}
-        keyframe = self.keyframe_of(draft.version) == draft.version
+        keyframe_version = draft.version if draft.whole else self.keyframe_of(draft.version)
+        keyframe = keyframe_version == draft.version
         if keyframe:
             for name, data in sorted(self._files.items()):
                 entry = put_blob(self.store, self.run_id, draft.version, data, FILE)
@@ -135,7 +137,7 @@ class Committer:
             run_id=self.run_id,
             version=draft.version,
             base_version=draft.base_version,
-            keyframe_version=self.keyframe_of(draft.version),
+            keyframe_version=keyframe_version,
             kind=KEYFRAME if keyframe else "delta",
             step=draft.step,
             dtype=self._dtype,

@@ -42,9 +42,9 @@ class TensorEntry(BaseModel):
 class Manifest(BaseModel):
     """manifests/<version>.json, created exclusively.
 
-    Every version but a run's first holds a delta against `base_version`. Keyframes also hold the whole state, so that
-    followers step over a keyframe at the price of a delta, and the chain can be checked against the keyframe. With
-    several writers a role occurs once a writer; no tensor is in the blobs of two of them.
+    Every version but a run's first, and those of adapters, holds a delta against `base_version`. Keyframes also hold
+    the whole state, so that followers step over a keyframe at the price of a delta, and the chain can be checked
+    against the keyframe. With several writers a role occurs once a writer; no tensor is in the blobs of two of them.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -52,7 +52,9 @@ class Manifest(BaseModel):
     format: int = FORMAT
     run_id: str
     version: int = Field(ge=0)
-    base_version: int | None = Field(description="version - 1; None for a run's first version.")
+    base_version: int | None = Field(
+        description="version - 1; None for a run's first version and for one published whole."
+    )
     keyframe_version: int = Field(ge=0, description="Newest keyframe at or below this version.")
     kind: Literal["keyframe", "delta"]
     step: int = Field(description="Optimizer step that made this version.")

@@ -17,6 +17,7 @@ from sprawl.board.signing import Signer
 from sprawl.board.store import Store
 from sprawl.delta.codec import Encoded, encode, encode_whole
 from sprawl.delta.state import State, clone_state, dtype_name, root_digest, state_bytes, tensor_digests
+from sprawl.delta.views import is_adapter
 
 SHORT = 16
 """Digits of a tensor digest that a delta's manifest carries."""
@@ -38,7 +39,8 @@ class Publisher:
 
     `dtype` names the served view's floating dtype (recorded, the caller rounds). `files` (config.json,
     tokenizer.json ...) are stored with every keyframe. With `epoch` > 0 a newer writer fences this one. With `signer`
-    every manifest is signed. `origin` is the number of the run's first version, for chains that began elsewhere.
+    every manifest is signed. A state that is a LoRA adapter is published whole every time: it is small, and a delta
+    of it hardly smaller. `origin` is the number of the run's first version, for chains that began elsewhere.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class Publisher:
         return receipt
 
     def _write_blobs(self, new: _Version, extra: dict[str, Any]) -> Draft:
-        base = self._require_base(new.version - 1) if new.version > self._committer.origin else None
-        keyframe = self._committer.keyframe_of(new.version) == new.version
+        whole = is_adapter(new.state)
+        first = new.version == self._committer.origin
+        base = None if first or whole else self._require_base(new.version - 1)
+        keyframe = whole or self._committer.keyframe_of(new.version) == new.version
         delta: Encoded | None = None
         blobs: list[BlobEntry] = []
         if base is not None:
@@ -123,6 +127,7 @@ class Publisher:
             changed_share=1.0 if delta is None else delta.changed / max(1, delta.elements),
             full_bytes=state_bytes(new.state),
             extra=extra,
+            whole=whole,
         )
 
     def _require_base(self, version: int) -> Served:

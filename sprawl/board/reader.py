@@ -159,8 +159,10 @@ class VersionReader:
         if version <= served.version:
             raise ValueError(f"version {version} is not newer than the served version {served.version}")
         if version == served.version + 1:
+            manifest = self.require(version)
             try:
-                return self.prepare_delta(served, self.require(version))
+                if manifest.base_version is not None:  # None: published whole, as adapters are
+                    return self.prepare_delta(served, manifest)
             except MissingKey:
                 # Retention deletes manifests before blobs: it is running between our two reads.
                 pass

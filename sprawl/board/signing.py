@@ -167,6 +167,27 @@ def signer_from(path: str | None) -> Signer | None:
     return Signer.load(path) if path else None
 
 
+def environment_trust() -> Trust | None:
+    """The trust of $SPRAWL_TRUSTED_KEYS: keys come by the environment, so that no config and no flow run shows them."""
+    return trust_from(os.environ.get("SPRAWL_TRUSTED_KEYS"))
+
+
+def environment_keys() -> tuple[Signer | None, Trust | None]:
+    """What a run signs with ($SPRAWL_SIGNING_KEY) and trusts. Raises SprawlError if it would refuse its own."""
+    signer, trust = signer_from(os.environ.get("SPRAWL_SIGNING_KEY")), environment_trust()
+    if trust is not None and signer is None:
+        raise SprawlError(
+            "this run would publish unsigned versions and accept signed ones only",
+            "set SPRAWL_SIGNING_KEY too, or unset SPRAWL_TRUSTED_KEYS",
+        )
+    if trust is not None and signer is not None and signer.key_id not in trust.keys:
+        raise SprawlError(
+            f"this run's versions would be signed by key {signer.key_id}, which is not trusted here",
+            "add the .pub file of SPRAWL_SIGNING_KEY to SPRAWL_TRUSTED_KEYS",
+        )
+    return signer, trust
+
+
 def trust_from(path: str | None) -> Trust | None:
     """The trust of a key list, or None without one."""
     return Trust.load(path) if path else None

@@ -79,7 +79,7 @@ def verify_board(
 def _rebuild(reader: VersionReader, served: Served | None, manifest: Manifest) -> Served:
     """The state of `manifest`, through every route the board offers: the delta and, if it is one, the keyframe."""
     _check_listing(manifest)
-    connected = served is not None and served.version + 1 == manifest.version
+    connected = served is not None and served.version + 1 == manifest.version and manifest.base_version is not None
     if served is not None and connected:
         reader.commit(served, reader.prepare_delta(served, manifest))
     if manifest.kind == KEYFRAME:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from sprawl.delta.views import find_format, quantization_config
 from sprawl.errors import ConfigError
 from sprawl.policy.architecture import Architecture
 
@@ -42,6 +43,18 @@ def read_architecture(files: Mapping[str, bytes]) -> Architecture:
     if "config.json" not in files:
         raise ConfigError("the base model has no config.json", "policy.base must be a HF safetensors directory")
     return Architecture.from_hf(json.loads(files["config.json"]))
+
+
+def served_files(files: Mapping[str, bytes], format: str, names: Iterable[str]) -> dict[str, bytes]:
+    """`files` as they belong to a view in `format` of masters with these `names`: config.json says what is served."""
+    config = json.loads(files["config.json"])
+    served = find_format(format)
+    config.pop("dtype", None)
+    config["torch_dtype"] = "bfloat16" if served.quantized else format
+    config.pop("quantization_config", None)
+    if (quantization := quantization_config(served, names)) is not None:
+        config["quantization_config"] = quantization
+    return {**files, "config.json": json.dumps(config, indent=2).encode()}
 
 
 def drop_tied_head(state: dict[str, torch.Tensor], arch: Architecture) -> dict[str, torch.Tensor]:

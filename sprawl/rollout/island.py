@@ -25,6 +25,7 @@ import uvicorn
 from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import IslandRecord, RunRecord
+from sprawl.board.signing import environment_trust
 from sprawl.board.store import open_store
 from sprawl.errors import BoardError, SprawlError
 from sprawl.policy.tokenizer import Tokenizer
@@ -53,7 +54,8 @@ def run_island(settings: IslandSettings, listener: socket.socket, parent: int, s
         store = open_store(settings.board)
         run_id = resolve_run(store, settings.run_id or "latest")
         ledger = Ledger(store, run_id)
-        island = Island(settings, ledger, ledger.run(), VersionReader(store, run_id), listener, say)
+        reader = VersionReader(store, run_id, trust=environment_trust())
+        island = Island(settings, ledger, ledger.run(), reader, listener, say)
         return asyncio.run(island.run(parent))
     finally:
         listener.close()

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sprawl.delta.state import State
+from sprawl.delta.views import dense_view
 from sprawl.policy import Architecture, Decoder, KvCache, Tokenizer
 from sprawl.rollout.engine import EngineError, EngineLimits, Watch
 from sprawl.rollout.rows import Row
@@ -119,7 +121,7 @@ class TorchEngine:
         if not self._paused or self._busy:
             raise RuntimeError("swap without pause: a forward pass could see half of the new weights")
         if changed or self._version is None:
-            await asyncio.to_thread(self.decoder.load_served, served.state, DTYPES[self._dtype])
+            await asyncio.to_thread(self._load, served.state)
         self._version = served.version
         self._epoch += 1
 
@@ -150,6 +152,11 @@ class TorchEngine:
         await asyncio.to_thread(self._worker.join)
 
     # --- the worker thread ---
+
+    def _load(self, state: State) -> None:
+        """Take the weights. A quantised view is computed with at the values that it stands for."""
+        dtype = DTYPES[self._dtype]
+        self.decoder.load_served(dense_view(state, dtype), dtype)
 
     def _wait_idle(self) -> None:
         with self._turn:

@@ -23,14 +23,16 @@ from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import EvaluationRecord, EventRecord, RunRecord, StepRecord
+from sprawl.board.signing import environment_keys
 from sprawl.board.store import Store, open_store
 from sprawl.board.verify import verify_board
 from sprawl.config import RunConfig, parse_config
 from sprawl.delta.state import root_digest, served_view, tensor_digests
+from sprawl.delta.views import dense_view
 from sprawl.errors import ConfigError, Diverged, SprawlError
 from sprawl.evaluate.harness import evaluate_version
 from sprawl.policy import Decoder, Tokenizer
-from sprawl.policy.checkpoint import drop_tied_head, load_auxiliary, load_weights, read_architecture
+from sprawl.policy.checkpoint import drop_tied_head, load_auxiliary, load_weights, read_architecture, served_files
 from sprawl.policy.fetch import ensure_base
 from sprawl.problems import load_problem_set
 from sprawl.report.data import load_run
@@ -62,7 +64,8 @@ class RunSession:
         self.resumed = resumed
         self.log_dir = log_dir
         self.ledger = Ledger(store, run_id)
-        self.reader = VersionReader(store, run_id)
+        self.signer, self.trust = environment_keys()
+        self.reader = VersionReader(store, run_id, trust=self.trust)
         self.crew = Crew(fleet, self.ledger, log_dir, self._event)
         self.head_step = 0
         self.epoch = 0
@@ -82,8 +85,9 @@ class RunSession:
     def open(cls, options: RunOptions, *, anchor_argv: tuple[str, ...] | None = None) -> RunSession:
         """Validate everything that can be validated and create (or find) the run. Starts no process.
 
-        Raises SprawlError: missing board or run, wrong config, a base model that cannot be had.
+        Raises SprawlError: missing board or run, wrong config, a base model that cannot be had, keys that do not fit.
         """
+        environment_keys()
         if options.resume is not None:
             store = open_store(options.board)
             run_id = resolve_run(store, options.resume)
@@ -126,7 +130,7 @@ class RunSession:
         decoder.load_served(weights, torch.float32)
         # The reference is version 0 as it is served; it is never trained, so it needs no fp32 copy under autocast.
         served = served_view(weights, self.config.publish.dtype)
-        reference.load_served(served, getattr(torch, self.config.policy.compute_dtype))
+        reference.load_served(dense_view(served), getattr(torch, self.config.policy.compute_dtype))
         reference.requires_grad_(False)
         self.trainer = Trainer(decoder, reference, self.config)
         self.tokenizer = Tokenizer.from_files(files)
@@ -139,7 +143,8 @@ class RunSession:
             dtype=self.config.publish.dtype,
             epoch=self.epoch,
             writer=f"trainer-{self.epoch}",
-            files=files,
+            files=served_files(files, self.config.publish.dtype, weights),
+            signer=self.signer,
         )
         head = self.reader.head()
         if head is None:
@@ -299,7 +304,7 @@ class RunSession:
                     "versions_verified": island.versions_verified,
                 },
             )
-        report = verify_board(self.store, self.run_id)
+        report = verify_board(self.store, self.run_id, trust=self.trust)
         self._event(
             "verify",
             f"{report.versions} versions rebuilt from {report.keyframes} keyframes",
