@@ -1,8 +1,9 @@
 """Brings an island's weights to the version it should serve: follows the board, one verified step at a time.
 
-`next_target` decides, purely; `Reconciler` does. Downloading and decoding happen outside the gate and touch nothing;
-patching, the digest check and the engine's swap happen inside. A failure before anything was touched is retried while
-the old version is served on; a failure after that is terminal, because nobody can vouch for the state.
+`next_target` decides, purely; `Reconciler` does. Downloading, decoding and a first digest check happen outside the gate
+and touch nothing; patching, the check of what was patched and the engine's swap happen inside. A failure before
+anything was touched is retried while the old version is served on; a failure after that is terminal, because nobody
+can vouch for the state.
 """
 
 from __future__ import annotations
@@ -190,6 +191,8 @@ class Reconciler:
         started = time.monotonic()
         self.state = "FETCHING"
         prepared: Prepared = await asyncio.to_thread(self._reader.prepare, served, version)
+        # While the old version is still served: what does not give the published state is found before it is touched.
+        await asyncio.to_thread(self._reader.check, served, prepared)
         self.prepare_seconds += time.monotonic() - started
 
         async def patched() -> Served:

@@ -65,13 +65,13 @@ class DiskRun:
         self._publisher = Publisher(self.store, RUN, keyframe_every=4, dtype="bfloat16", files=files)
         self._next = 0
 
-    def publish(self) -> None:
+    def publish(self, **more: torch.Tensor) -> None:
         generator = torch.Generator().manual_seed(self._next)
         state = {
             name: (torch.randn(parameter.shape, generator=generator) * 0.3).bfloat16()
             for name, parameter in Decoder(Architecture.from_hf(CONFIG)).state_dict().items()
         }
-        self._publisher.publish(self._next, self._next, state)
+        self._publisher.publish(self._next, self._next, {**state, **more})
         self._next += 1
 
 
@@ -192,10 +192,7 @@ def _state(pid: int) -> str:
 @pytest.mark.slow
 def test_an_island_that_cannot_vouch_for_its_weights_leaves(run: DiskRun, tmp_path: Path) -> None:
     run.publish()
-    run.publish()
-    key = keys.manifest(RUN, 1)
-    manifest = json.loads(run.store.get(key))
-    run.store.put(key, json.dumps({**manifest, "root_digest": "0" * 64}).encode())
+    run.publish(surprise=torch.ones(3, dtype=torch.bfloat16))  # what the model has no place for
     log = tmp_path / "log"
     with process(command(run, "--island-id", "west", "--follow", "demand"), log) as island:
         ready = wait_for(lambda: [r for r in run.ledger.islands() if r.state == "ready"], log)[0]
@@ -213,6 +210,27 @@ def test_an_island_that_cannot_vouch_for_its_weights_leaves(run: DiskRun, tmp_pa
     (left,) = run.ledger.islands()
     assert (left.state, left.versions_applied, left.versions_verified) == ("failed", 1, 1)
     assert "version 1" in (left.last_error or "")
+
+
+@pytest.mark.slow
+def test_a_version_that_is_not_what_its_manifest_says_is_never_touched(run: DiskRun, tmp_path: Path) -> None:
+    run.publish()
+    run.publish()
+    key = keys.manifest(RUN, 1)
+    manifest = json.loads(run.store.get(key))
+    run.store.put(key, json.dumps({**manifest, "root_digest": "0" * 64}).encode())
+    log = tmp_path / "log"
+    with process(command(run, "--island-id", "west", "--follow", "demand", "--max-wait", "3"), log):
+        ready = wait_for(lambda: [r for r in run.ledger.islands() if r.state == "ready"], log)[0]
+        with httpx.Client(base_url=ready.url, timeout=60) as client:
+
+            def ask(**policy: int) -> int:
+                return client.post("/generate", json={"text": "1", "weight_version": policy}).status_code
+
+            assert ask(exact_version=0) == 200
+            assert ask(min_version=1) == 409
+            wait_for(lambda: "root digest " + "0" * 64 in (run.ledger.islands()[0].last_error or ""), log)
+            assert ask(exact_version=0) == 200
 
 
 @pytest.mark.slow
