@@ -115,7 +115,7 @@ class Gate:
             try:
                 await install()
             except BaseException as error:
-                self.close(f"version {version} could not be put into service: {error}")
+                self.state.fail(f"version {version} could not be put into service: {error}")
                 raise
             self.state.finish()
         finally:

@@ -169,7 +169,7 @@ def test_information_routes() -> None:
             assert line in metrics
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == RUN
         assert (await client.post("/wake")).status_code == 200
-        missing = await client.get("/update_weights")
+        missing = await client.get("/updates")
         assert missing.status_code == 404
         assert "POST /generate" in missing.json()["error"]["message"]
         assert (await client.get("/generate")).status_code == 405
@@ -184,6 +184,7 @@ def test_wake_cuts_the_nap_short() -> None:
         stack.reconciler._poll_s = 60.0
         async with client_of(stack) as client:
             await until(lambda: stack.gate.version == 0)
+            await asyncio.sleep(0.1)  # until it naps
             run.publish()
             await asyncio.sleep(0.1)
             assert stack.gate.version == 0
