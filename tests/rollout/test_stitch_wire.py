@@ -1,6 +1,6 @@
 """The sidecar as stitch's side sees it, through a client written from the described format: routes, fields, refusals.
 
-Trainers talk to such a port with SGLang's request bodies and read SGLang's answers with versions stamped on. The format:
+Trainers talk to such a port with SGLang's request bodies and read SGLang's answers with versions stamped on. Format:
 `POST /generate` answers `text`, `output_ids` and `meta_info` with `weight_version` (a string), `_start` and `_end`; the
 OpenAI routes answer `weight_version_start/end` at the top; `/server_info` names versions `<run_id>/weight_v000007`.
 """
@@ -140,7 +140,11 @@ def test_what_a_pool_reads_of_a_replica() -> None:
         assert woken.json()["applied"] == f"{RUN}/weight_v000002"
         stack.gate.close("this island is draining")
         down = await http.get("/health")
-        assert (down.status_code, down.json()["ready"], down.json()["reason"]) == (503, False, "this island is draining")
+        assert (down.status_code, down.json()["ready"], down.json()["reason"]) == (
+            503,
+            False,
+            "this island is draining",
+        )
         assert (await client.probe()).reason == "this island is draining"
 
     async def empty(http: httpx.AsyncClient, stack: Stack) -> None:
