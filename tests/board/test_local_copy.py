@@ -72,7 +72,7 @@ def test_a_half_applied_patch_is_finished(board: Store, tmp_path: Path) -> None:
     copy, _, _ = pull(reader, tmp_path, 1)
     prepared = reader.prepare(copy.served, 2)
     note = {"run_id": RUN, "version": 2, "root_digest": prepared.manifest.root_digest}
-    (tmp_path / JOURNAL).write_bytes(pack_overwrites(prepared.overwrites, note))
+    (tmp_path / JOURNAL).write_bytes(b"".join(pack_overwrites(prepared.overwrites, note)))
     patch = prepared.overwrites.patches["w"]
     flat = copy.served.state["w"].view(torch.int16).reshape(-1)
     half = patch.indices[: patch.indices.size // 2].astype("i8")
