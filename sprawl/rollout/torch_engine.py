@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sprawl.policy import Architecture, Decoder, KvCache, Tokenizer
-from sprawl.rollout.engine import EngineError, EngineLimits, Watch
+from sprawl.rollout.engine import EngineError, EngineLimits, Trouble, Watch
 from sprawl.rollout.rows import Row
 from sprawl.rollout.sampling import NonFiniteLogits, sample, uniforms
 from sprawl.rollout.wire import Sample, SamplingParams
@@ -127,6 +127,9 @@ class TorchEngine:
         with self._turn:
             self._paused = False
             self._turn.notify_all()
+
+    def trouble(self) -> Trouble | None:
+        return None
 
     def info(self) -> dict[str, Any]:
         return {
