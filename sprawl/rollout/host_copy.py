@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from sprawl.errors import IntegrityError, SprawlError
 
@@ -50,10 +51,13 @@ class MemoryCopy:
 
 class DiskCopy:
     """A Hugging Face checkpoint in `directory`, patched in place under a journal; see `sprawl.board.local_copy`.
-    `files` are the checkpoint's others: config.json ..."""
+    `files` are the checkpoint's others: config.json ... The directory is locked against other processes for the life
+    of this one."""
 
     def __init__(self, directory: Path, run_id: str, files: Mapping[str, bytes]) -> None:
+        """Raises SprawlError when another process has the directory, or it cannot be written."""
         self.directory = directory
+        self._lock = _locked(directory)
         self._run_id = run_id
         self._files = files
         self._copy: LocalCopy | None = None
@@ -84,9 +88,27 @@ class DiskCopy:
         self._copy.step(reader, prepared)
         return self._copy.served
 
+    def close(self) -> None:
+        """Give the directory to whoever wants it next."""
+        self._lock.close()
+
     def _write_files(self) -> None:
         try:
             for name, data in self._files.items():
                 (self.directory / name).write_bytes(data)
         except OSError as error:
             raise SprawlError(f"cannot write {self.directory}: {error.strerror or error}") from None
+
+
+def _locked(directory: Path) -> IO[str]:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / ".lock").open("w")
+    except OSError as error:
+        raise SprawlError(f"cannot write {directory}: {error.strerror or error}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise SprawlError(f"{directory} is used by another island", "choose another with --work-dir") from None
+    return file

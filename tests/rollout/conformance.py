@@ -47,6 +47,10 @@ class Bench(Protocol):
 async def swap(bench: Bench) -> None:
     served, changed = await bench.advance()
     await bench.engine.pause()
+    await swap_and_resume(bench, served, changed)
+
+
+async def swap_and_resume(bench: Bench, served: Served, changed: AbstractSet[str]) -> None:
     await bench.engine.swap(served, changed)
     await bench.engine.resume()
 
@@ -217,8 +221,7 @@ class EngineConformance:
             served, changed = await bench.spoil()
             await bench.engine.pause()
             with pytest.raises((EngineError, SprawlError)):
-                await bench.engine.swap(served, changed)
-                await bench.engine.resume()
+                await swap_and_resume(bench, served, changed)
             with suppress(EngineError), suppress(TimeoutError):  # it may be paused still
                 async with asyncio.timeout(0.5):
                     assert await bench.engine.generate(bench.prompt, params) == before

