@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 class VersionPolicy(BaseModel):
     """Which policy versions a request accepts. Unknown keys and wrong types are refused, never ignored.
 
-    An empty policy accepts any version. `exact_version` excludes the other two.
+    An empty policy accepts any version. `exact_version` excludes the other two. Versions are those of the run in
+    service when the request arrives; `run_id` says which run that must be.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -18,6 +19,7 @@ class VersionPolicy(BaseModel):
     min_version: StrictInt | None = Field(None, ge=0)
     max_version: StrictInt | None = Field(None, ge=0)
     exact_version: StrictInt | None = Field(None, ge=0)
+    run_id: str | None = Field(None, min_length=1, max_length=200)
 
     @model_validator(mode="after")
     def _consistent(self) -> VersionPolicy:
@@ -26,6 +28,11 @@ class VersionPolicy(BaseModel):
         if self.min_version is not None and self.max_version is not None and self.min_version > self.max_version:
             raise ValueError(f"min_version {self.min_version} is above max_version {self.max_version}")
         return self
+
+    @property
+    def open(self) -> bool:
+        """Whether any version will do."""
+        return self.min_version is None and self.max_version is None and self.exact_version is None
 
     @property
     def lowest(self) -> int:
