@@ -33,9 +33,12 @@ _OPTIONS = [
                  help="torch: inside this process; vllm: a vLLM server of its own. Default: the run's rollout.engine."),
     click.option("--engine-args", default="", metavar="ARGS",
                  help='More of the engine\'s own command line, for example "--tensor-parallel-size 2".'),
-    click.option("--work-dir", type=click.Path(file_okay=False), default=None,
-                 help="Where an engine that reads files keeps its checkpoint, and finds it after a restart. Default: "
-                      ".sprawl/islands/RUN/ID with --island-id, else a temporary one."),
+    click.option("--cache", type=click.Path(file_okay=False), default=None, envvar="SPRAWL_CACHE", show_envvar=True,
+                 help="Directory of this island alone where it keeps the checkpoint it serves and finds it after a "
+                      "restart; needs room for twice the checkpoint. Default: in memory; for an engine that reads "
+                      "files .sprawl/islands/RUN/ID with --island-id, else a temporary one."),
+    click.option("--follow-latest-run", is_flag=True,
+                 help="Go over to a newer run on the board as soon as it has a version."),
     click.option("--threads", type=click.IntRange(min=1), default=None,
                  help="Threads of the engine. Default: the run's threads.island."),
     click.option("--compute-dtype", type=click.Choice(["float32", "bfloat16"]), default=None,

@@ -15,13 +15,17 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sprawl.board.directory_lock import hold
 from sprawl.errors import SprawlError
 from sprawl.rollout.engine import Engine
-from sprawl.rollout.host_copy import HostCopy, MemoryCopy
+from sprawl.rollout.host_copy import DiskCopy, HostCopy, MemoryCopy
 
 if TYPE_CHECKING:
     from sprawl.policy.tokenizer import Tokenizer
     from sprawl.rollout.listen import IslandSettings
+
+CHECKPOINT = "checkpoint"
+"""Name of the host copy's directory in an island's work directory."""
 
 BUILTIN = {
     "torch": "sprawl.rollout.engines:embedded_torch",
@@ -32,7 +36,7 @@ BUILTIN = {
 @dataclass(frozen=True)
 class EngineContext:
     """What an island knows when it builds its engine. `files` are the checkpoint's besides its weights; `work_dir` is
-    the island's alone."""
+    the island's alone; `keep`: the host copy is to be on disk there, whether or not the engine reads it."""
 
     run_id: str
     files: Mapping[str, bytes]
@@ -41,6 +45,7 @@ class EngineContext:
     threads: int
     arguments: str
     work_dir: Path
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,12 @@ def equip(name: str, context: EngineContext) -> Equipment:
 
 @contextmanager
 def work_directory(settings: IslandSettings, run_id: str) -> Iterator[Path]:
-    """A directory that is this island's while it lives. A named island finds what it left; the directory of a nameless
-    one goes with it. Created when something is put there."""
-    if settings.work_dir is None and settings.island_id is None:
+    """A directory that is this island's while it lives. One that `cache` names, or a named island's own, is found
+    again; that of a nameless island goes with it.
+
+    Raises SprawlError when another island has it, or it cannot be made.
+    """
+    if settings.cache is None and settings.island_id is None:
         temporary = tempfile.mkdtemp(prefix="sprawl-island-")
         try:
             yield Path(temporary)
@@ -80,11 +88,15 @@ def work_directory(settings: IslandSettings, run_id: str) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         return
     named = Path(".sprawl") / "islands" / run_id / (settings.island_id or "")
-    yield (Path(settings.work_dir) if settings.work_dir is not None else named).absolute()
+    if settings.cache is None:
+        yield named.absolute()
+        return
+    with hold(settings.cache):
+        yield Path(settings.cache).absolute()
 
 
 def embedded_torch(context: EngineContext) -> Equipment:
-    """The embedded engine: torch in this process, weights copied from memory."""
+    """The embedded engine: torch in this process, weights copied from the host copy."""
     import torch
 
     from sprawl.rollout.torch_engine import TorchEngine
@@ -93,4 +105,6 @@ def embedded_torch(context: EngineContext) -> Equipment:
         raise SprawlError("--engine-args: the torch engine takes none", "leave them out")
     torch.set_num_threads(context.threads)
     engine = TorchEngine.from_files(context.files, context.tokenizer, compute_dtype=context.compute_dtype)
-    return Equipment(engine, MemoryCopy())
+    if not context.keep:
+        return Equipment(engine, MemoryCopy())
+    return Equipment(engine, DiskCopy(context.work_dir / CHECKPOINT, context.run_id, context.files))

@@ -11,7 +11,7 @@ from typing import Literal
 
 from sprawl.errors import SprawlError
 from sprawl.rollout.gate import CommitMode
-from sprawl.rollout.reconciler import Follow
+from sprawl.rollout.targets import Follow
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class IslandSettings:
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     engine: str | None = None
     engine_args: str = ""  # more arguments for an engine that is a server of its own
-    work_dir: str | None = None  # where such an engine keeps its checkpoint; None: see `engines.work_directory`
+    cache: str | None = None  # where the checkpoint is kept on disk; None: see `engines.work_directory`
+    follow_latest_run: bool = False
     exit_with_parent: bool = False
     token: str | None = None
     tls_cert: str | None = None

@@ -1,9 +1,10 @@
 """Brings an island's weights to the version it should serve: follows the board, one verified step at a time.
 
-`next_target` decides, purely; `Reconciler` does. Downloading and decoding happen outside the gate and touch nothing;
-patching, the digest check and the engine's swap happen inside. A failure before anything was touched is retried while
-the old version is served on. When the engine refuses a version, the patch is undone, the engine begins anew with the
-old version, and the refused one is stepped over. Any other failure is terminal, because nobody can vouch for the state.
+`targets` decides, purely; `Reconciler` does. Downloading, decoding, a first digest check and writing down what is to be
+done happen outside the gate and touch nothing; patching, the check of what was patched and the engine's swap happen
+inside. A failure before anything was touched is retried while the old version is served on. When the engine refuses a
+version, the patch is undone, the engine begins anew with the old version, and the refused one is stepped over. Any
+other failure is terminal, because nobody can vouch for the state.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from sprawl.errors import BoardError, IntegrityError, SprawlError
 from sprawl.rollout.engine import Engine, EngineError
-from sprawl.rollout.gate import CommitUndone, Gate, GateClosed
+from sprawl.rollout.gate import CommitUndone, Gate, GateClosed, Rewind
 from sprawl.rollout.host_copy import HostCopy, MemoryCopy
-from sprawl.rollout.wire import ServerState, VersionPolicy
+from sprawl.rollout.targets import Follow, next_target
+from sprawl.rollout.wire import ServerState
 
 if TYPE_CHECKING:
     from sprawl.board.manifest import Manifest
-    from sprawl.board.reader import Served, VersionReader
+    from sprawl.board.reader import Prepared, Served, VersionReader
 
-Follow = Literal["demand", "eager"]
+__all__ = ["Follow", "Reconciler", "Takeover", "next_target"]
 
 log = logging.getLogger(__name__)
 
@@ -35,28 +38,13 @@ MAX_BACKOFF_S = 5.0
 REBUILD_AFTER = 3  # failed preparations in a row before the whole state is rebuilt from a keyframe
 
 
-def next_target(follow: Follow, applied: int | None, head: int | None, waiting: Sequence[VersionPolicy]) -> int | None:
-    """The version to put into service next, None to stay.
+@dataclass(frozen=True)
+class Takeover:
+    """The first version of another run replaces what the gate admits to. `hand_over` is called in that moment, with
+    nothing in flight, before the engine takes its weights."""
 
-    With nothing applied: exactly the lowest version the waiting requests need (an open request needs the head, or its
-    max_version). Later: one step, if a waiting request needs it or the island is eager.
-    """
-    if head is None:
-        return None
-    if applied is not None:
-        needed = any(policy.lowest > applied for policy in waiting)
-        return applied + 1 if head > applied and (needed or follow == "eager") else None
-    if waiting:
-        wanted = min(_first_version(policy, head) for policy in waiting)
-        if wanted <= head:
-            return wanted
-    return head if follow == "eager" else None
-
-
-def _first_version(policy: VersionPolicy, head: int) -> int:
-    if policy.exact_version is not None or policy.min_version is not None:
-        return policy.lowest
-    return head if policy.highest is None else min(head, policy.highest)
+    run_id: str
+    hand_over: Callable[[], Awaitable[None]]
 
 
 class Reconciler:
@@ -76,6 +64,7 @@ class Reconciler:
         wake: asyncio.Event,
         poll_s: float = 0.2,
         copy: HostCopy | None = None,
+        takeover: Takeover | None = None,
     ) -> None:
         self.follow: Follow = follow
         self.state: ServerState = "IDLE"
@@ -92,6 +81,9 @@ class Reconciler:
         self._wake = wake
         self._poll_s = poll_s
         self._copy: HostCopy = copy or MemoryCopy()
+        self._takeover = takeover
+        self._prepared: Prepared | None = None  # fetched, but there was no room to stage it
+        self._stopping = False
         self._served: Served | None = None
         self._manifest: Manifest | None = None  # of what is served
         self._refused: tuple[int, str] | None = None  # the version that the engine would not take, and why
@@ -104,9 +96,15 @@ class Reconciler:
         self._looked_at = float("-inf")
         self._wake.set()
 
+    def stop(self) -> None:
+        """Let `run` return once the step under way, if there is one, is done."""
+        self._stopping = True
+        self._wake.set()
+
     async def run(self) -> None:
-        """Until cancelled or terminally failed."""
-        while self.terminal_error is None:
+        """Until stopped, cancelled or terminally failed."""
+        self._stopping = False
+        while self.terminal_error is None and not self._stopping:
             self._wake.clear()
             nap = self._poll_s
             try:
@@ -138,23 +136,32 @@ class Reconciler:
     async def advance(self) -> bool:
         """Put one version into service if there is one to put. True when something changed."""
         applied = self._served.version if self._served is not None else None
-        if self.follow == "demand" and not self._gate.waiting and time.monotonic() < self._looked_at + IDLE_LOOK_S:
+        idle = self.follow == "demand" and not self._gate.waiting and self._takeover is None
+        if idle and time.monotonic() < self._looked_at + IDLE_LOOK_S:
             return False
         head = await self._head(applied)
-        target = next_target(self.follow, applied, head, self._gate.waiting)
+        if self._takeover is not None:
+            target = await self._first_target(head)
+        else:
+            target = next_target(self.follow, applied, head, self._gate.waiting)
         if self._refused is not None and target == self._refused[0]:
             target = target + 1 if head is not None and head > target else None
         if target is None or self._engine.trouble() is not None:
             return False
         if self._served is None:
             await self._materialise(target)
-        elif self._broken >= REBUILD_AFTER or not await self._has(target):
+        elif self._broken >= REBUILD_AFTER:
             assert head is not None
             jump = await self._jump_target(self._served.version, head)
-            log.warning("the chain after version %s is gone or broken: rebuilding %s", applied, jump)
+            log.warning("the way from version %s is broken: rebuilding %s", applied, jump)
             await self._materialise(jump)
-        else:
+        elif await self._has(target):
             await self._patch(self._served, target)
+        else:
+            assert head is not None
+            jump = await self._jump_target(self._served.version, head)
+            log.warning("version %s is gone: going from %s to %s", target, applied, jump)
+            await self._patch(self._served, jump)
         return True
 
     async def _head(self, applied: int | None) -> int | None:
@@ -175,6 +182,13 @@ class Reconciler:
                 self._looked_at = now
         return self.latest_seen
 
+    async def _first_target(self, head: int | None) -> int | None:
+        """Where to begin in another run. Versions that the waiting requests name are not its versions; a run that is
+        followed on demand may still need its first."""
+        if self.follow == "eager" or head is None:
+            return head
+        return min(await asyncio.to_thread(self._reader.versions), default=None)
+
     async def _jump_target(self, applied: int, head: int) -> int:
         """Where to go when the next step is gone: the lowest version a request waits for, if it is there, or head."""
         needed = [policy.lowest for policy in self._gate.waiting if applied < policy.lowest <= head]
@@ -191,27 +205,38 @@ class Reconciler:
         manifest = await asyncio.to_thread(self._reader.manifest, version)
         if manifest is None:
             raise BoardError(f"version {version} is no longer on the board")
+        build: Callable[[], Served] = partial(self._copy.commit, self._reader)
         left = await asyncio.to_thread(self._copy.open) if self._served is None else None
-        build: Callable[[], Served]
         if left is not None and left.version == version and left.root == manifest.root_digest:
             build = partial(_same, left)
-        elif left is not None and left.version < version:
-            prepared = await asyncio.to_thread(self._reader.prepare, left, version)
-            build = partial(self._copy.step, self._reader, prepared)
-        else:
+        elif left is None or left.version >= version or not await self._stage_from(left, version):
+            await asyncio.to_thread(self._copy.check_room, manifest.full_bytes)
             served = await asyncio.to_thread(self._reader.materialise, version)
-            build = partial(self._copy.replace, served)
+            await asyncio.to_thread(self._copy.stage_whole, served)
         self.prepare_seconds += time.monotonic() - started
         await self._commit(manifest, build, None)
+        log.info("version %s in service after %s bytes from the board", version, self._reader.bytes_read)
+
+    async def _stage_from(self, left: Served, version: int) -> bool:
+        """Stage the way from what a former life left. False when it is not of the chain that is on the board."""
+        try:
+            prepared = await asyncio.to_thread(self._reader.prepare, left, version)
+            await asyncio.to_thread(self._copy.stage, self._reader, prepared)
+        except IntegrityError as error:
+            log.warning("version %s, which was here, leads nowhere: %s", left.version, error)
+            return False
+        return True
 
     async def _patch(self, served: Served, version: int) -> None:
-        """One step of the chain: decode against the intact base, then patch the host copy inside the gate."""
+        """Go on from what is served: decode against the intact base, then patch the host copy inside the gate."""
         from sprawl.board.reader import Prepared  # heavy, and this module is imported to check settings too
         from sprawl.delta.compose import inverse
 
         started = time.monotonic()
         self.state = "FETCHING"
-        prepared = await asyncio.to_thread(self._reader.prepare, served, version)
+        prepared = self._prepared
+        if prepared is None or (prepared.version, prepared.base_root) != (version, served.root):
+            prepared = self._prepared = await asyncio.to_thread(self._reader.prepare, served, version)
         assert self._manifest is not None
         back = Prepared(
             version=served.version,
@@ -222,13 +247,18 @@ class Reconciler:
             bytes=0,
         )
         # While the old version is still served: what does not give the published state is found before it is touched.
-        await asyncio.to_thread(self._reader.check, served, prepared)
+        try:
+            await asyncio.to_thread(self._copy.stage, self._reader, prepared)
+        except IntegrityError:
+            self._prepared = None
+            raise
+        self._prepared = None
         self.prepare_seconds += time.monotonic() - started
-        await self._commit(
-            prepared.manifest,
-            partial(self._copy.step, self._reader, prepared),
-            partial(self._copy.step, self._reader, back),
-        )
+        await self._commit(prepared.manifest, partial(self._copy.commit, self._reader), partial(self._undo, back))
+
+    def _undo(self, back: Prepared) -> Served:
+        self._copy.stage(self._reader, back)
+        return self._copy.commit(self._reader)
 
     async def _commit(self, manifest: Manifest, build: Callable[[], Served], undo: Callable[[], Served] | None) -> None:
         """Take a version through the gate. `build` makes its state out of the host copy, which must have the published
@@ -239,6 +269,8 @@ class Reconciler:
         async def install() -> None:
             self.state = "COMMITTING"
             before = dict(self._served.digests) if self._served is not None else None
+            if self._takeover is not None:
+                await self._takeover.hand_over()
             served = await asyncio.to_thread(build)
             _check(served, manifest)
             try:
@@ -255,8 +287,11 @@ class Reconciler:
             self._served, self._manifest, self._refused = served, manifest, None
 
         try:
-            await self._gate.commit(version, install)
-        except GateClosed:
+            if self._takeover is None:
+                await self._gate.commit(version, install)
+            else:
+                await self._gate.switch(self._takeover.run_id, version, install)
+        except (GateClosed, Rewind):
             raise
         except CommitUndone as error:
             self._refused = version, str(error)
@@ -264,9 +299,11 @@ class Reconciler:
         except Exception as error:
             await self._fail(f"version {version} could not be put into service: {_describe(error)}")
             raise
+        self._takeover = None
         self.versions_applied += 1
         self.versions_verified += 1  # the root digest was compared above
         self.state = "IDLE"
+        await asyncio.to_thread(self._copy.settle)
 
     async def _exchange(self, served: Served, before: dict[str, str] | None) -> None:
         if before is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sprawl.rollout.engines import EngineContext, Equipment
+from sprawl.rollout.engines import CHECKPOINT, EngineContext, Equipment
 from sprawl.rollout.host_copy import DiskCopy
 from sprawl.rollout.vllm.engine import VllmEngine
 from sprawl.rollout.vllm.server import ServerOptions, parse_arguments, require_vllm
@@ -11,7 +11,7 @@ from sprawl.rollout.vllm.server import ServerOptions, parse_arguments, require_v
 def vllm(context: EngineContext) -> Equipment:
     """Raises SprawlError when vLLM is not installed or `arguments` are not for it."""
     require_vllm()
-    checkpoint = context.work_dir / "checkpoint"
+    checkpoint = context.work_dir / CHECKPOINT
     engine = VllmEngine.from_files(
         context.files,
         checkpoint,
