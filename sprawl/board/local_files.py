@@ -25,6 +25,7 @@ def fetch_files(reader: VersionReader, directory: str | Path, manifest: Manifest
         if is_reserved(name):
             raise IntegrityError(f"version {manifest.version} names {name!r} among its files, which it cannot replace")
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             data = (directory / name).read_bytes() if (directory / name).exists() else None
             if data is None or blake3(data).hexdigest() != entry.digest:
                 data = reader.blob(keyframe.version, entry)

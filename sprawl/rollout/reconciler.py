@@ -34,6 +34,7 @@ __all__ = ["Follow", "Reconciler", "Takeover", "next_target"]
 log = logging.getLogger(__name__)
 
 IDLE_LOOK_S = 5.0  # how often the head is looked up when nobody asks
+STREAK = 4  # steps in a row after which it is looked up too: it may be far ahead
 MAX_BACKOFF_S = 5.0
 REBUILD_AFTER = 3  # failed preparations in a row before the whole state is rebuilt from a keyframe
 
@@ -50,9 +51,8 @@ class Takeover:
 class Reconciler:
     """Owns the island's host copy of the served view and is the only one who changes the engine's weights.
 
-    `state`, `latest_seen`, `last_error`, `terminal_error` and the counters are read by /server_info, /metrics and
-    the heartbeat. `run` is the only task; `wake` (shared with the gate and /wake) cuts its naps short.
-    """
+    `state`, `latest_seen`, the errors and the counters are read by /server_info, /metrics and the heartbeat. `run` is
+    the only task; `wake` (shared with the gate and /wake) cuts its naps short."""
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class Reconciler:
         self._failures = 0  # in a row, of any kind
         self._broken = 0  # of those, bytes that were not what a digest promised
         self._looked_at = float("-inf")
+        self._streak = 0  # steps since there was nothing to do or the head was looked up
 
     def wake(self) -> None:
         """Look at the board now instead of at the next poll."""
@@ -147,13 +148,15 @@ class Reconciler:
         if self._refused is not None and target == self._refused[0]:
             target = target + 1 if head is not None and head > target else None
         if target is None or self._engine.trouble() is not None:
+            self._streak = 0
             return False
+        self._streak += 1
         if self._served is None:
             await self._materialise(target)
         elif self._broken >= REBUILD_AFTER:
             assert head is not None
             jump = await self._jump_target(self._served.version, head)
-            log.warning("the way from version %s is broken: rebuilding %s", applied, jump)
+            log.warning("no way leads from version %s: rebuilding %s", applied, jump)
             await self._materialise(jump)
         elif await self._has(target):
             await self._patch(self._served, target)
@@ -169,7 +172,7 @@ class Reconciler:
         for another (retention may have cut the chain below it); the full look-up is for cold starts and for now and
         then."""
         now = time.monotonic()
-        if applied is not None and now < self._looked_at + IDLE_LOOK_S:
+        if applied is not None and now < self._looked_at + IDLE_LOOK_S and self._streak < STREAK:
             known = max(applied, self.latest_seen or 0)
             needed = min((p.lowest for p in self._gate.waiting if p.lowest > known), default=known + 1)
             for version in {known + 1, needed}:
@@ -177,6 +180,7 @@ class Reconciler:
                     known = max(known, version)
             self.latest_seen = known
         else:
+            self._streak = 0
             self.latest_seen = await asyncio.to_thread(self._reader.head)
             if self.latest_seen is not None:
                 self._looked_at = now
