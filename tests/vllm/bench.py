@@ -60,15 +60,18 @@ def random_state(settings: dict[str, Any], seed: int = 0) -> State:
 
 
 def moved(state: State, version: int, share: float = 0.05, scale: float = 0.1) -> State:
-    """The next state: some tensors change, and in them a share of the elements. Which ones depends on the version, so
-    that over ten versions parts of fused layers change alone, and the embedding and the head with and without."""
+    """The next state: some tensors change, and in them a share of the elements. Which ones depends on the version."""
     generator = torch.Generator().manual_seed(1000 + version)
     names = sorted(state)
-    chosen = {name for i, name in enumerate(names) if (i + version) % 3 == 0 or version % 5 == 0}
-    if version % 4 == 1:
-        chosen = {name for name in chosen if name.endswith(("k_proj.weight", "v_proj.bias", "up_proj.weight"))}
-    if version % 4 == 2:
-        chosen |= {name for name in names if "embed" in name or "lm_head" in name}
+    match version % 4:
+        case 1:  # one part of each fused layer, weights and biases apart
+            chosen = [n for n in names if n.endswith(("k_proj.weight", "v_proj.bias", "up_proj.weight"))]
+        case 2:  # the embedding, and the head where there is one
+            chosen = [n for n in names if "embed_tokens" in n or "lm_head" in n]
+        case 3:
+            chosen = names
+        case _:
+            chosen = [n for i, n in enumerate(names) if (i + version) % 3 == 0]
     following = clone_state(state)
     for name in chosen:
         tensor = following[name]
