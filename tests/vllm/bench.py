@@ -122,7 +122,7 @@ class VllmBench:
         log_file = self.directory / "vllm.log"
         return VllmEngine(checkpoint, limits, options=options, watchdog=self.watchdog, log_file=log_file)
 
-    def run(self, work: Coroutine[Any, Any, Any], limit_s: float = 280.0) -> Any:
+    def run(self, work: Coroutine[Any, Any, Any], limit_s: float = 1200.0) -> Any:
         return self._runner.run(asyncio.wait_for(work, limit_s))
 
     def publish(self, state: State) -> None:
