@@ -44,12 +44,6 @@ class Bench(Protocol):
         """The state of `version` again, after `spoil`."""
 
 
-async def swap(bench: Bench) -> None:
-    served, changed = await bench.advance()
-    await bench.engine.pause()
-    await swap_and_resume(bench, served, changed)
-
-
 async def swap_and_resume(bench: Bench, served: Served, changed: AbstractSet[str]) -> None:
     await bench.engine.swap(served, changed)
     await bench.engine.resume()
@@ -159,10 +153,12 @@ class EngineConformance:
     def test_a_swap_in_the_middle_shows_in_the_spans(self, bench: Bench) -> None:
         async def scenario() -> None:
             before, seen = bench.version, Seen()
+            served, changed = await bench.advance()
             params = SamplingParams(n=2, max_new_tokens=bench.long, temperature=0)
             work = asyncio.ensure_future(bench.engine.generate(bench.prompt, params, seen))
             await seen.at_least(4)
-            await swap(bench)
+            await bench.engine.pause()
+            await swap_and_resume(bench, served, changed)
             samples = await work
             for sample in samples:
                 assert_covered(sample)

@@ -142,6 +142,8 @@ def environment(options: ServerOptions, key: str) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and update
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # On CPU vLLM would take nearly all memory for its KV cache.
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
         "PYTHONPATH": os.pathsep.join([_import_root(), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     if options.threads is not None:
