@@ -138,6 +138,12 @@ class GateState:
         self.committing = False
         self.withdraw()
 
+    def abandon(self) -> None:
+        """The install undid itself: everything is as it was before the commit began."""
+        assert self.committing
+        self.committing = False
+        self.withdraw()
+
     def withdraw(self) -> None:
         self.pending, self.pending_run, self.overdue = None, None, False
 
