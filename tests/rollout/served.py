@@ -13,14 +13,18 @@ from tests.rollout.support import Stack, until
 
 
 @asynccontextmanager
-async def serving(stack: Stack, limits: Limits | None = None, token: str | None = None) -> AsyncIterator[str]:
-    """The base URL of a server for `stack`."""
+async def serving(
+    stack: Stack, limits: Limits | None = None, certificate: tuple[str | None, str | None] = (None, None)
+) -> AsyncIterator[str]:
+    """The base URL of a server for `stack`; https with a certificate and its key."""
+    cert, key = certificate
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
-        server = Server(build_app(stack.service, token=token), stack.service.connections, limits=limits)
+        app = build_app(stack.service)
+        server = Server(app, stack.service.connections, limits=limits, tls_cert=cert, tls_key=key)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:
             await until(lambda: server.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"{'https' if cert else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             await task

@@ -340,6 +340,23 @@ def certificate(tmp_path: Path) -> tuple[str, str]:
     return str(cert_path), str(key_path)
 
 
+def test_a_silent_tls_handshake_ends(certificate: tuple[str, str]) -> None:
+    async def scenario() -> None:
+        stack = Stack(TinyRun().publish(1))
+        async with stack, serving(stack, Limits(handshake_s=0.3), certificate) as url:
+            silent = [await asyncio.open_connection("127.0.0.1", port_of(url)) for _ in range(20)]
+            trust = ssl.create_default_context(cafile=certificate[0])
+            async with httpx.AsyncClient(base_url=url, verify=trust) as client:
+                assert (await client.post("/generate", json={"input_ids": [5]})).status_code == 200
+            async with asyncio.timeout(5):
+                for reader, writer in silent:
+                    with suppress(ConnectionError):
+                        assert await reader.read() == b""
+                    writer.close()
+
+    go(scenario())
+
+
 def test_what_does_not_fit_together_is_one_line(tmp_path: Path, certificate: tuple[str, str]) -> None:
     cert, key = certificate
     (tmp_path / "empty.pem").write_text("")
