@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from sprawl.board.reader import VersionReader
+from sprawl.policy import Architecture, Decoder
 from sprawl.rollout.fake import FakeEngine
+from sprawl.rollout.torch_engine import TorchEngine
+from tests.rollout.processes import CONFIG, DiskRun
 from tests.rollout.served import serving
-from tests.rollout.support import Stack, TinyRun, go
+from tests.rollout.support import RUN, Stack, TinyRun, go
 from tests.rollout.test_openai import events_of
 from tests.rollout.test_sidecar import ROUTES, with_client
 
@@ -140,3 +146,36 @@ def test_an_engine_that_lies_about_versions_is_not_passed_on() -> None:
 
     with_client(check, engine=Liar())
     with_client(check, engine=Silent())
+
+
+def test_the_embedded_engine_tells_versions_as_it_goes(tmp_path: Path) -> None:
+    """Its own tokens say nothing about versions, so the stream is held against the spans at the end."""
+
+    async def scenario() -> None:
+        run = DiskRun(tmp_path / "runs")
+        run.publish()
+        engine = TorchEngine(Decoder(Architecture.from_hf(CONFIG)))
+        stack = Stack(TinyRun(), engine, follow="eager", reader=VersionReader(run.store, RUN), max_wait_s=20)
+        said: dict[int, list[int]] = {0: [], 1: []}
+        last: dict[str, Any] = {}
+        wanted = {"input_ids": [5], "stream": True, "sampling_params": {"n": 2, "max_new_tokens": 300}}
+        async with (
+            stack,
+            serving(stack) as url,
+            httpx.AsyncClient(base_url=url, timeout=20) as client,
+            client.stream("POST", "/generate", json=wanted) as response,
+        ):
+            async for event in events(response):
+                if "samples" in event:
+                    last = event
+                    continue
+                said[event["index"]].append(event["weight_versions"][0]["version"])
+                if len(said[0]) in (10, 60) and event["index"] == 0:
+                    await asyncio.to_thread(run.publish)
+                    stack.reconciler.wake()
+        assert last["weight_version_start"] < last["weight_version_end"]
+        for index, sample in enumerate(last["samples"]):
+            spans = [span["version"] for span in sample["spans"] for _ in range(span["start"], span["end"])]
+            assert said[index] == spans
+
+    go(scenario(), 60)
