@@ -123,7 +123,7 @@ class Gate:
                 self.state.abandon()
                 raise
             except BaseException as error:
-                self.close(f"version {version} could not be put into service: {error}")
+                self.state.fail(f"version {version} could not be put into service: {error}")
                 raise
             self.state.finish()
         finally:

@@ -15,12 +15,10 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-import uvicorn
 
 from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
@@ -34,6 +32,7 @@ from sprawl.rollout.gate import Gate
 from sprawl.rollout.listen import IslandSettings, base_url
 from sprawl.rollout.reconciler import Reconciler, Takeover
 from sprawl.rollout.runs import RunWatcher
+from sprawl.rollout.server import Server
 from sprawl.rollout.service import Service
 from sprawl.rollout.sidecar import build_app
 
@@ -63,14 +62,6 @@ def run_island(settings: IslandSettings, listener: socket.socket, parent: int, s
             return asyncio.run(island.run(parent))
     finally:
         listener.close()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: draining comes before closing."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass
@@ -140,6 +131,7 @@ class Island:
             reconciler=self._reconciler(parts, gate, None),
             tokenizer=parts.tokenizer,
             max_wait_s=settings.max_wait_s,
+            max_active=settings.max_requests,
             files=dict(parts.files),
         )
         self._parts = parts
@@ -158,7 +150,8 @@ class Island:
         )
 
     async def _serve(self, service: Service) -> int:
-        server = _Server(self._server_config(service))
+        app = build_app(service, token=self.settings.token)
+        server = Server(app, service.connections, tls_cert=self.settings.tls_cert, tls_key=self.settings.tls_key)
         serving = asyncio.ensure_future(server.serve(sockets=[self.listener]))
         following = asyncio.ensure_future(self._follow(service))
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -240,17 +233,6 @@ class Island:
         self._parts, watcher.current = parts, record
         service.reconciler = self._reconciler(parts, service.gate, Takeover(record.run_id, hand_over))
         self.say(f"{self.island_id} goes over to run {record.run_id}")
-
-    def _server_config(self, service: Service) -> uvicorn.Config:
-        return uvicorn.Config(
-            build_app(service, token=self.settings.token),
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=5,
-            ssl_certfile=self.settings.tls_cert,
-            ssl_keyfile=self.settings.tls_key,
-        )
 
     async def _drain(self, service: Service) -> None:
         """Refuse what is new, finish what is running, then leave the board."""

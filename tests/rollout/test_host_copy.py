@@ -17,7 +17,7 @@ from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.gate import GateClosed
 from sprawl.rollout.host_copy import DiskCopy, HostCopy, MemoryCopy
 from sprawl.rollout.wire import SamplingParams, VersionPolicy
-from tests.rollout.support import RUN, Stack, TinyRun, go, until
+from tests.rollout.support import RUN, Stack, TinyRun, go, hold, until
 
 FILES = {"config.json": b"{}"}
 
@@ -139,19 +139,19 @@ def test_a_new_life_goes_on_from_what_the_old_one_left(tmp_path: Path, left_at: 
     again = go(life(run, 4))
     assert again < whole if left_at == 2 else again == 0
     assert go(life(run, 1)) > again  # older than what is there: written anew
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json", WEIGHTS, "sprawl.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", WEIGHTS, "sprawl.json"]
 
 
 def test_a_copy_of_another_run_or_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     run = TinyRun().publish(1)
-    served = run.reader().materialise(0)
+    reader = run.reader()
     other = DiskCopy(tmp_path, "run-2", FILES)
-    other.replace(served)
+    hold(other, reader, 0)
     assert other.open() is not None
     other.close()
     mine = DiskCopy(tmp_path, RUN, FILES)
     assert mine.open() is None
-    mine.replace(served)
+    hold(mine, reader, 0)
     data = bytearray((tmp_path / WEIGHTS).read_bytes())
     data[-1] ^= 1
     (tmp_path / WEIGHTS).write_bytes(data)
@@ -160,7 +160,7 @@ def test_a_copy_of_another_run_or_a_damaged_one_is_replaced(tmp_path: Path) -> N
 
 def test_two_islands_do_not_share_a_directory(tmp_path: Path) -> None:
     first = DiskCopy(tmp_path, RUN, FILES)
-    with pytest.raises(SprawlError, match="another island"):
+    with pytest.raises(SprawlError, match="in use by another process"):
         DiskCopy(tmp_path, RUN, FILES)
     first.close()
     DiskCopy(tmp_path, RUN, FILES).close()
