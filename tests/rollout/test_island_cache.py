@@ -182,7 +182,7 @@ def test_a_full_disk_is_said_and_the_old_version_is_served(run: DiskRun, cached:
         assert answer(record.url) == expected
         assert cached.root() == before
         resource.prlimit(island.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert cached.serves(1).last_error is None
+        wait_for(lambda: cached.serves(1).last_error is None, cached.log)
     assert cached.root() == cached.published_root()
 
 

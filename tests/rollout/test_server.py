@@ -24,7 +24,7 @@ from sprawl.rollout.listen import IslandSettings, bind
 from sprawl.rollout.server import Limits, within_files
 from tests.rollout.served import serving
 from tests.rollout.support import Stack, TinyRun, go, until
-from tests.rollout.test_island import DiskRun, command, process, wait_for
+from tests.rollout.test_island import DiskRun, command, environment, process, wait_for
 
 QUICK = Limits(headers_s=1.0, body_s=1.0, linger_s=0.3, write_s=1.0)
 
