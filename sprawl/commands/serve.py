@@ -29,6 +29,8 @@ _OPTIONS = [
                  help="in_place: requests in flight continue with the new weights; quiesce: they finish first."),
     click.option("--max-wait", "max_wait_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
                  help="Seconds a request may wait for its version before it gets a 409."),
+    click.option("--max-requests", type=click.IntRange(min=1), default=256, show_default=True,
+                 help="Requests held at once, waiting ones included; more get a 503 with Retry-After."),
     click.option("--engine", default=None,
                  help="torch: inside this process; vllm: a vLLM server of its own. Default: the run's rollout.engine."),
     click.option("--engine-args", default="", metavar="ARGS",
@@ -39,16 +41,12 @@ _OPTIONS = [
                       "files .sprawl/islands/RUN/ID with --island-id, else a temporary one."),
     click.option("--follow-latest-run", is_flag=True,
                  help="Go over to a newer run on the board as soon as it has a version."),
-    click.option("--max-requests", type=click.IntRange(min=1), default=256, show_default=True,
-                 help="Requests held at once, waiting ones included; more get a 503 with Retry-After."),
     click.option("--threads", type=click.IntRange(min=1), default=None,
                  help="Threads of the engine. Default: the run's threads.island."),
     click.option("--compute-dtype", type=click.Choice(["float32", "bfloat16"]), default=None,
                  help="Matmul dtype. Default: the run's rollout.compute_dtype."),
-    click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False), default=None,
-                 help="Certificate (PEM): serve https."),
-    click.option("--tls-key", type=click.Path(exists=True, dir_okay=False), default=None,
-                 help="Its private key (PEM)."),
+    click.option("--tls-cert", default=None, metavar="FILE", help="Certificate (PEM): serve https."),
+    click.option("--tls-key", default=None, metavar="FILE", help="Its private key (PEM)."),
     click.option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends."),
 ]  # fmt: skip
 
@@ -97,9 +95,17 @@ def sidecar(**options: Any) -> None:
     Ask for a version or newer (waits up to --max-wait, else 409):
       curl -s localhost:8300/generate -H 'Content-Type: application/json' \\
         -d '{"text": "12+34=", "sampling_params": {"n": 4}, "weight_version": {"min_version": 10}}'
+    The same as a stream, each token with its version:
+      curl -sN localhost:8300/generate -H 'Content-Type: application/json' \\
+        -d '{"text": "12+34=", "stream": true}'
+    With the openai package:
+      OpenAI(base_url="http://localhost:8300/v1", api_key=TOKEN).completions.create(
+          model="any", prompt="12+34=", extra_body={"weight_version": {"exact_version": 10}})
     Look inside:
       curl -s localhost:8300/server_info
       curl -s localhost:8300/metrics
+    For other machines (requests then need `Authorization: Bearer $SPRAWL_TOKEN`):
+      SPRAWL_TOKEN=... sprawl sidecar --host 10.0.0.7 --port 8300 --tls-cert cert.pem --tls-key key.pem
     """
     _run(options, registered=False)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sprawl.rollout.fake import FakeEngine
-from sprawl.rollout.gate import CommitMode, GateClosed, GateState, Refused
+from sprawl.rollout.gate import CommitMode, CommitUndone, GateClosed, GateState, Refused
 from sprawl.rollout.service import Service
 from sprawl.rollout.wire import SamplingParams, VersionPolicy
 from tests.rollout.schedules import every_schedule, run_once
@@ -39,10 +39,10 @@ def at_least(version: int, **more: Any) -> VersionPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """What the reconciler does next: `ok` says whether the install will succeed."""
+    """What the reconciler does next, and how the install will end."""
 
     version: int
-    ok: bool = True
+    end: str = "swap"  # or "fail", or "undo"
     run_id: str | None = None
 
 
@@ -98,7 +98,7 @@ class World:
                     yield "overdue", 0
                 yield "withdraw", 0  # the reconciler is cancelled
             elif self.phase == "installing":
-                yield ("swap" if self.moves[self.made].ok else "fail"), 0
+                yield self.moves[self.made].end, 0
             elif self.phase == "swapped":
                 yield "finish", 0
         if not self.closings:
@@ -143,6 +143,9 @@ class World:
             case "fail":
                 state.fail("half a state")
                 self.phase, self.made = "idle", len(self.moves)
+            case "undo":
+                state.abandon()
+                self.phase, self.made = "idle", self.made + 1
             case "finish":
                 state.finish()
                 self.phase, self.made = "idle", self.made + 1
@@ -202,6 +205,7 @@ def explore(world: World) -> tuple[int, set[str]]:
 
 SWAPS = (Move(4), Move(5))
 SWITCH = (Move(4), Move(0, run_id=B), Move(1))
+UNDONE = (Move(4, "undo"), Move(0, "undo", run_id=B), Move(5))
 
 
 @pytest.mark.parametrize("mode", ["in_place", "quiesce"])
@@ -209,9 +213,10 @@ SWITCH = (Move(4), Move(0, run_id=B), Move(1))
     ("policies", "moves", "endings"),
     [
         ((ANY, exact(3), at_least(4), VersionPolicy(max_version=4)), SWAPS, {"passed", "held"}),
-        ((ANY, exact(4), exact(3)), (Move(4), Move(5, ok=False)), {"passed", "held", "closed"}),
+        ((ANY, exact(4), exact(3)), (Move(4), Move(5, "fail")), {"passed", "held", "closed"}),
         ((ANY, at_least(4), exact(1, run_id=B)), SWITCH, {"moved", "elsewhere"}),
-        ((at_least(0), exact(0), VersionPolicy(run_id=A)), (Move(0, ok=False, run_id=B),), {"moved", "elsewhere"}),
+        ((ANY, exact(3), at_least(4), VersionPolicy(run_id=A)), UNDONE, {"held", "moved", "elsewhere"}),
+        ((at_least(0), exact(0), VersionPolicy(run_id=A)), (Move(0, "fail", run_id=B),), {"moved", "elsewhere"}),
     ],
 )
 def test_no_order_of_events_breaks_the_gate(
@@ -279,14 +284,17 @@ async def ask(service: Service, policy: VersionPolicy) -> str:
     return "served"
 
 
-async def move(service: Service, version: int, run_id: str | None = None, *, ok: bool = True) -> str:
+async def move(service: Service, version: int, run_id: str | None = None, *, end: str = "swap") -> str:
     engine = service.engine
 
     async def install() -> None:
         await engine.pause()
         await asyncio.sleep(0)
-        if not ok:
+        if end == "fail":
             raise RuntimeError("half a state")
+        if end == "undo":
+            await engine.resume()
+            raise CommitUndone("the engine refused it")
         await engine.swap(SimpleNamespace(version=version), frozenset())  # type: ignore[arg-type]
         await engine.resume()
 
@@ -298,6 +306,8 @@ async def move(service: Service, version: int, run_id: str | None = None, *, ok:
     except RuntimeError:
         await engine.close()
         return "failed"
+    except CommitUndone:
+        return "undone"
     except GateClosed:
         return "closed"
     return "moved"
@@ -347,7 +357,7 @@ def test_a_failing_swap_under_every_schedule() -> None:
 
     async def program() -> None:
         service = island("in_place").service
-        work = [ask(service, ANY), move(service, 4, ok=False), ask(service, at_least(4)), ask(service, exact(3))]
+        work = [ask(service, ANY), move(service, 4, end="fail"), ask(service, at_least(4)), ask(service, exact(3))]
         ends = await settle(service, [asyncio.ensure_future(each) for each in work])
         assert ends[1] == "failed"
         assert ends[2] == "GateClosed"
@@ -356,6 +366,20 @@ def test_a_failing_swap_under_every_schedule() -> None:
 
     assert every_schedule(program, delays=2) > 200
     assert {ends[0] for ends in seen} >= {"served", "engine"}
+
+
+def test_an_undone_swap_under_every_schedule() -> None:
+    async def program() -> None:
+        service = island("in_place").service
+
+        async def moves() -> str:
+            return await move(service, 4, end="undo") + await move(service, 5)
+
+        work = [ask(service, ANY), moves(), ask(service, at_least(4)), ask(service, exact(4))]
+        ends = await settle(service, [asyncio.ensure_future(each) for each in work])
+        assert ends == ["served", "undonemoved", "served", "Refused"]
+
+    assert every_schedule(program, delays=2) > 200
 
 
 @pytest.mark.parametrize("mode", ["in_place", "quiesce"])

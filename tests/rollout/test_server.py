@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from sprawl.cli import main
 from sprawl.errors import SprawlError
 from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.listen import IslandSettings, bind
@@ -354,3 +355,39 @@ def test_what_does_not_fit_together_is_one_line(tmp_path: Path, certificate: tup
         assert "\n" not in str(caught.value)
     bind(settings(tls_cert=cert, tls_key=key)).close()
     bind(settings(host="0.0.0.0", insecure=True, registered=False)).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--port", "x"], "'--port': 'x' is not a valid integer"),
+        (["--port", "99999"], "see sprawl sidecar --help"),
+        (["--nope"], "--nope"),
+        (["--board", "/nonexistent"], "no board at /nonexistent"),
+        (["--host", "0.0.0.0"], "set SPRAWL_TOKEN"),
+        (["--tls-cert", "cert.pem"], "belong together"),
+        (["--tls-cert", "cert.pem", "--tls-key", "key.pem"], "No such file"),
+        (["--max-requests", "0"], "--max-requests"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SPRAWL_TOKEN", raising=False)
+    monkeypatch.setattr("sys.argv", ["sprawl", "sidecar", *options])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("sprawl: ")
+    assert said in err
+
+
+def test_the_help_shows_how_to_ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["sprawl", "sidecar", "--help"])
+    main()
+    text = capsys.readouterr().out
+    for shown in ("curl", "min_version", "stream", "SPRAWL_TOKEN", "--tls-cert", "extra_body", "/metrics"):
+        assert shown in text

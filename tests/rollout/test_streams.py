@@ -23,8 +23,11 @@ class EndTeller:
 
     def __init__(self, inner: FakeEngine) -> None:
         self._inner = inner
-        for name in ("limits", "load", "generate", "pause", "swap", "resume", "info", "close"):
-            setattr(self, name, getattr(inner, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "watched_version":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
 
 def body(route: str, tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
