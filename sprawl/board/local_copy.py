@@ -174,11 +174,7 @@ class LocalCopy:
         if found is None:
             said = leads_to or mark
             assert said is not None
-            raise IntegrityError(
-                f"{self.directory / WEIGHTS} is damaged: it should be version {said.version} of run {said.run_id!r} "
-                f"with root digest {said.root_digest}, it has {served.root}",
-                "delete the directory and fetch it again",
-            )
+            raise _damaged(self.directory, said, served.root)
         self.run_id, served.version = found.run_id, found.version
         if found != mark:
             replace_durably(self.directory / MARK, found.model_dump_json().encode())
@@ -240,9 +236,33 @@ def _pull(reader: VersionReader, directory: Path, manifest: Manifest) -> tuple[L
     return copy, discarded
 
 
+def verify(directory: str | Path) -> None:
+    """Hash the weights, for whoever is about to read them. May run beside the process that steps the copy.
+
+    Raises IntegrityError when they are not what sprawl.json says and no step is under way.
+    """
+    directory = Path(directory)
+    with _failures(directory):
+        mark = _read_mark(directory / MARK)
+        if (directory / JOURNAL).exists() or mark is None:
+            return
+        root = root_digest(tensor_digests(map_weights(directory / WEIGHTS)[0]))
+        stepping = (directory / JOURNAL).exists() or _read_mark(directory / MARK) != mark
+    if root != mark.root_digest and not stepping:
+        raise _damaged(directory, mark, root)
+
+
 def is_reserved(name: str) -> bool:
     """Whether a file of this name belongs to the copy itself."""
     return name in (MARK, JOURNAL) or ".safetensors" in name or name.startswith(".")
+
+
+def _damaged(directory: Path, said: Mark, root: str) -> IntegrityError:
+    return IntegrityError(
+        f"{directory / WEIGHTS} is damaged: it should be version {said.version} of run {said.run_id!r} "
+        f"with root digest {said.root_digest}, it has {root}",
+        "delete the directory and fetch it again",
+    )
 
 
 def _in_place(state: State, overwrites: Overwrites) -> bool:

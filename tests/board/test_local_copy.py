@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sprawl.board.directory_lock import hold
-from sprawl.board.local_copy import JOURNAL, MARK, LocalCopy, pull, stage_whole
+from sprawl.board.local_copy import JOURNAL, MARK, LocalCopy, pull, stage_whole, verify
 from sprawl.board.local_files import fetch_files
 from sprawl.board.merged import merge
 from sprawl.board.publisher import Publisher
@@ -234,3 +234,16 @@ def test_files_beside_the_weights_are_fetched_once(board: Store, tmp_path: Path)
     other = VersionReader(store, "evil")
     with pytest.raises(IntegrityError, match="cannot replace"):
         fetch_files(other, tmp_path, other.require(0))
+
+
+def test_weights_are_verified_beside_the_one_who_steps_them(board: Store, tmp_path: Path) -> None:
+    reader = VersionReader(board, RUN)
+    copy, _, _ = pull(reader, tmp_path, 1)
+    verify(tmp_path)
+    staged = copy.stage(reader, reader.prepare(copy.served, 2))
+    copy.commit(reader, staged)
+    verify(tmp_path)
+    copy.settle()
+    copy.served.state["w"][3, 3] += 1
+    with pytest.raises(IntegrityError, match="is damaged: it should be version 2"):
+        verify(tmp_path)

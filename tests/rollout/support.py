@@ -12,12 +12,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from sprawl.board.publisher import Publisher
-from sprawl.board.reader import VersionReader
+from sprawl.board.reader import Prepared, Served, VersionReader
 from sprawl.board.store import MemoryStore
 from sprawl.policy.tokenizer import Tokenizer
 from sprawl.rollout.engine import Engine
 from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.gate import Gate
+from sprawl.rollout.host_copy import HostCopy
 from sprawl.rollout.reconciler import Reconciler
 from sprawl.rollout.service import Service
 
@@ -108,3 +109,20 @@ class Stack:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
         await self.engine.close()
+
+
+def hold(copy: HostCopy, reader: VersionReader, version: int) -> Served:
+    """Let a host copy hold a version, whatever it held before."""
+    copy.stage_whole(reader.materialise(version))
+    return _committed(copy, reader)
+
+
+def step(copy: HostCopy, reader: VersionReader, prepared: Prepared) -> Served:
+    copy.stage(reader, prepared)
+    return _committed(copy, reader)
+
+
+def _committed(copy: HostCopy, reader: VersionReader) -> Served:
+    served = copy.commit(reader)
+    copy.settle()
+    return served

@@ -49,7 +49,7 @@ def test_a_named_island_finds_its_directory_again(tmp_path: Path, monkeypatch: p
         assert one == tmp_path / ".sprawl" / "islands" / "run-1" / "east"
         one.mkdir(parents=True)
     assert one.exists()
-    with work_directory(settings(work_dir="here"), "run-1") as two:
+    with work_directory(settings(cache="here"), "run-1") as two:
         assert two == tmp_path / "here"
     with work_directory(settings(), "run-1") as three:
         (three / "file").write_text("")

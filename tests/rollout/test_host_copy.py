@@ -10,14 +10,17 @@ import torch
 from safetensors.torch import load_file
 
 from sprawl.board.local_copy import LocalCopy
+from sprawl.board.manifest import DELTA
+from sprawl.board.reader import Prepared, VersionReader
 from sprawl.delta.files import WEIGHTS
-from sprawl.errors import SprawlError
-from sprawl.rollout.engine import EngineError, Trouble
+from sprawl.errors import IntegrityError, SprawlError
+from sprawl.rollout.engine import EngineError, EngineLimits, Trouble
 from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.gate import GateClosed
 from sprawl.rollout.host_copy import DiskCopy, HostCopy, MemoryCopy
+from sprawl.rollout.vllm.engine import VllmEngine
 from sprawl.rollout.wire import SamplingParams, VersionPolicy
-from tests.rollout.support import RUN, Stack, TinyRun, go, until
+from tests.rollout.support import RUN, Stack, TinyRun, go, hold, until
 
 FILES = {"config.json": b"{}"}
 
@@ -139,19 +142,19 @@ def test_a_new_life_goes_on_from_what_the_old_one_left(tmp_path: Path, left_at: 
     again = go(life(run, 4))
     assert again < whole if left_at == 2 else again == 0
     assert go(life(run, 1)) > again  # older than what is there: written anew
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json", WEIGHTS, "sprawl.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", WEIGHTS, "sprawl.json"]
 
 
 def test_a_copy_of_another_run_or_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     run = TinyRun().publish(1)
-    served = run.reader().materialise(0)
+    reader = run.reader()
     other = DiskCopy(tmp_path, "run-2", FILES)
-    other.replace(served)
+    hold(other, reader, 0)
     assert other.open() is not None
     other.close()
     mine = DiskCopy(tmp_path, RUN, FILES)
     assert mine.open() is None
-    mine.replace(served)
+    hold(mine, reader, 0)
     data = bytearray((tmp_path / WEIGHTS).read_bytes())
     data[-1] ^= 1
     (tmp_path / WEIGHTS).write_bytes(data)
@@ -160,10 +163,56 @@ def test_a_copy_of_another_run_or_a_damaged_one_is_replaced(tmp_path: Path) -> N
 
 def test_two_islands_do_not_share_a_directory(tmp_path: Path) -> None:
     first = DiskCopy(tmp_path, RUN, FILES)
-    with pytest.raises(SprawlError, match="another island"):
+    with pytest.raises(SprawlError, match="in use by another process"):
         DiskCopy(tmp_path, RUN, FILES)
     first.close()
     DiskCopy(tmp_path, RUN, FILES).close()
     (tmp_path / "file").write_text("")
     with pytest.raises(SprawlError, match="cannot write"):
         DiskCopy(tmp_path / "file", RUN, FILES)
+
+
+class Full(MemoryCopy):
+    """The disk is full for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusals = 0
+
+    def stage(self, reader: VersionReader, prepared: Prepared) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise SprawlError("cannot write here: no room")
+        super().stage(reader, prepared)
+
+
+def test_without_room_nothing_is_fetched_again() -> None:
+    async def scenario() -> None:
+        run, copy = TinyRun(keyframe_every=100).publish(1), Full()
+        reader = run.reader()
+        async with Stack(run, reader=reader, follow="eager", copy=copy) as stack:
+            await until(lambda: stack.gate.version == 0)
+            before, copy.refusals = reader.bytes_read, 4
+            run.publish()
+            await until(lambda: "no room" in (stack.reconciler.last_error or ""))
+            assert await ask(stack) == [0, 0]
+            await until(lambda: stack.gate.version == 1)
+            assert reader.bytes_read - before == reader.require(1).bytes_of(DELTA)
+
+    go(scenario())
+
+
+def test_a_damaged_checkpoint_is_not_what_vllm_is_started_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        run = TinyRun().publish(1)
+        copy = DiskCopy(tmp_path / "copy", RUN, FILES)
+        served = hold(copy, run.reader(), 0)
+        served.state["a"][2, 2] += 1
+        limits = EngineLimits(96, 100, 1000)
+        engine = VllmEngine(tmp_path / "copy", limits, log_file=tmp_path / "log")
+        with pytest.raises(IntegrityError, match="is damaged"):
+            await engine.load(served)
+        assert not (tmp_path / "log").exists()
+        await engine.close()
+
+    go(scenario())

@@ -22,8 +22,8 @@ from sprawl.rollout.gate import Refused
 from sprawl.rollout.reconciler import Reconciler, Takeover
 from sprawl.rollout.runs import RunWatcher
 from sprawl.rollout.wire import SamplingParams, VersionPolicy
-from tests.rollout.processes import CONFIG, DiskRun, command, process, wait_for
 from tests.rollout.support import Stack, TinyRun, go, until
+from tests.rollout.test_island import CONFIG, DiskRun, command, process, wait_for
 
 QUESTION = {"text": "1+1=", "sampling_params": {"max_new_tokens": 8, "seeds": [7]}}
 
@@ -111,7 +111,7 @@ def test_an_island_goes_over_to_the_next_run(tmp_path: Path) -> None:
         first = wait_for(lambda: [r for r in run.ledger.islands() if r.applied == 3], log)[0]
         before = ask(first.url).json()
         # Long enough that the change of runs meets it; it belongs to the old run to its end.
-        long = {"text": "1", "sampling_params": {"max_new_tokens": 2500, "temperature": 0}}
+        long = {"text": "1", "sampling_params": {"max_new_tokens": 1500, "temperature": 0}}
         answers: list[httpx.Response] = []
         asker = threading.Thread(
             target=lambda: answers.append(httpx.post(f"{first.url}/generate", json=long, timeout=120))
@@ -133,9 +133,6 @@ def test_an_island_goes_over_to_the_next_run(tmp_path: Path) -> None:
         assert after["samples"] != before["samples"]
         following.publish()
         wait_for(lambda: ask(first.url, min_version=1).status_code == 200, log)
-        run.publish()
-        time.sleep(6)
-        assert info(first.url)["run_id"] == "run-2", "it never goes back"
         fresh_log = tmp_path / "fresh"
         with process(command(following, "--run-id", "run-2", "--island-id", "west"), fresh_log):
             west = wait_for(

@@ -22,6 +22,7 @@ from sprawl.rollout.vllm.engine import VllmEngine
 from sprawl.rollout.vllm.server import ServerOptions
 from sprawl.rollout.vllm.supervisor import WatchdogOptions
 from sprawl.rollout.wire import Sample, SamplingParams
+from tests.rollout.support import hold, step
 
 RUN = "run-1"
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
@@ -108,7 +109,7 @@ class VllmBench:
         self.state = state
         self.publisher.publish(0, 0, state)
         self.copy = DiskCopy(directory / "checkpoint", RUN, files)
-        self.served = self.copy.replace(self.reader.materialise(0))
+        self.served = hold(self.copy, self.reader, 0)
         self.dtype = dtype
         self.watchdog = watchdog
         self.engine = self.new_engine(directory / "checkpoint")
@@ -132,7 +133,7 @@ class VllmBench:
 
     async def step(self) -> tuple[Served, AbstractSet[str]]:
         prepared = self.reader.prepare(self.served, self.version + 1)
-        self.served = self.copy.step(self.reader, prepared)
+        self.served = step(self.copy, self.reader, prepared)
         return self.served, set(prepared.changed)
 
     async def advance(self) -> tuple[Served, AbstractSet[str]]:
@@ -152,11 +153,11 @@ class VllmBench:
         publisher.publish(self.version + 1, self.version + 1, bad)
         reader = VersionReader(store, RUN)
         prepared = reader.prepare(self.served, self.version + 1)
-        self.served = self.copy.step(reader, prepared)
+        self.served = step(self.copy, reader, prepared)
         return self.served, set(prepared.changed)
 
     async def mend(self) -> Served:
-        self.served = self.copy.replace(self.reader.materialise(self.version))
+        self.served = hold(self.copy, self.reader, self.version)
         return self.served
 
     def snapshot(self) -> Path:

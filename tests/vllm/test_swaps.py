@@ -11,6 +11,7 @@ import pytest
 
 from sprawl.rollout.host_copy import DiskCopy
 from sprawl.rollout.wire import Sample, SamplingParams
+from tests.rollout.support import hold
 from tests.vllm.bench import RUN, VllmBench, config, fingerprint, fresh_fingerprint, random_state
 
 DELTAS = 10
@@ -50,10 +51,10 @@ async def reloaded(bench: VllmBench) -> list[list[Sample]]:
     )
     engine = bench.new_engine(copy.directory)
     try:
-        await engine.load(copy.replace(bench.reader.materialise(0)))
+        await engine.load(hold(copy, bench.reader, 0))
         found = [await fingerprint(engine)]
         for version in range(1, DELTAS + 1):
-            served = copy.replace(bench.reader.materialise(version))
+            served = hold(copy, bench.reader, version)
             await engine.pause()
             await engine.swap(served, served.state.keys())
             await engine.resume()

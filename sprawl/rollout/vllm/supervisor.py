@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sprawl.board.local_copy import MARK, Mark
+from sprawl.board.local_copy import MARK, Mark, verify
 from sprawl.errors import SprawlError
 from sprawl.rollout.engine import EngineError, Trouble
 from sprawl.rollout.vllm.api import Wanted
@@ -151,6 +151,7 @@ class Supervisor:
     async def _start(self) -> Server:
         # Read before the start: should the directory move on meanwhile, a swap follows, which names all that moved.
         version = self.mark().version
+        await asyncio.to_thread(verify, self._checkpoint)  # it may have lain there for long
         server = await Server.start(self._checkpoint, self._options, self._log_file)
         try:
             await server.api.command("/init_weight_transfer_engine", CONTROL_TIMEOUT_S, {"init_info": {}})
