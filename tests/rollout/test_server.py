@@ -23,9 +23,9 @@ from sprawl.errors import SprawlError
 from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.listen import IslandSettings, bind
 from sprawl.rollout.server import Limits, within_files
-from tests.rollout.processes import DiskRun, command, environment, process, wait_for
 from tests.rollout.served import serving
 from tests.rollout.support import Stack, TinyRun, go, until
+from tests.rollout.test_island import DiskRun, command, environment, process, wait_for
 
 QUICK = Limits(headers_s=1.0, body_s=1.0, linger_s=0.3, write_s=1.0)
 
@@ -296,7 +296,7 @@ def test_a_closed_socket_frees_the_engine(run: DiskRun, tmp_path: Path, stream: 
 def test_tls_with_a_token(run: DiskRun, tmp_path: Path, certificate: tuple[str, str], monkeypatch: Any) -> None:
     cert, key = certificate
     secret = {**environment(), "SPRAWL_TOKEN": "sesame"}
-    monkeypatch.setattr("tests.rollout.processes.environment", lambda: secret)
+    monkeypatch.setattr("tests.rollout.test_island.environment", lambda: secret)
     with sidecar(run, tmp_path, "--tls-cert", cert, "--tls-key", key) as (_, url):
         assert url.startswith("https://")
         trust = ssl.create_default_context(cafile=cert)
