@@ -158,7 +158,7 @@ def test_the_embedded_engine_tells_versions_as_it_goes(tmp_path: Path) -> None:
         stack = Stack(TinyRun(), engine, follow="eager", reader=VersionReader(run.store, RUN), max_wait_s=20)
         said: dict[int, list[int]] = {0: [], 1: []}
         last: dict[str, Any] = {}
-        wanted = {"input_ids": [5], "stream": True, "sampling_params": {"n": 2, "max_new_tokens": 300}}
+        wanted = {"input_ids": [5], "stream": True, "sampling_params": {"n": 2, "max_new_tokens": 120}}
         async with (
             stack,
             serving(stack) as url,
@@ -178,4 +178,4 @@ def test_the_embedded_engine_tells_versions_as_it_goes(tmp_path: Path) -> None:
             spans = [span["version"] for span in sample["spans"] for _ in range(span["start"], span["end"])]
             assert said[index] == spans
 
-    go(scenario(), 60)
+    go(scenario(), 120)
