@@ -26,7 +26,7 @@ from torch import Tensor
 from sprawl.delta.state import State
 from sprawl.delta.views import dense_view
 from sprawl.policy import Architecture, Decoder, KvCache, Tokenizer
-from sprawl.rollout.engine import EngineError, EngineLimits, Watch
+from sprawl.rollout.engine import EngineError, EngineLimits, Trouble, Watch
 from sprawl.rollout.rows import Row
 from sprawl.rollout.sampling import NonFiniteLogits, sample, uniforms
 from sprawl.rollout.wire import Sample, SamplingParams
@@ -112,6 +112,10 @@ class TorchEngine:
             with self._turn:
                 self._turn.notify_all()  # a cancelled job may be frozen by a pause
 
+    @property
+    def watched_version(self) -> int | None:
+        return self._version
+
     async def pause(self) -> None:
         with self._turn:
             self._paused = True
@@ -129,6 +133,9 @@ class TorchEngine:
         with self._turn:
             self._paused = False
             self._turn.notify_all()
+
+    def trouble(self) -> Trouble | None:
+        return None
 
     def info(self) -> dict[str, Any]:
         return {

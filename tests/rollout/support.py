@@ -12,12 +12,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from sprawl.board.publisher import Publisher
-from sprawl.board.reader import VersionReader
+from sprawl.board.reader import Prepared, Served, VersionReader
 from sprawl.board.store import MemoryStore
 from sprawl.policy.tokenizer import Tokenizer
 from sprawl.rollout.engine import Engine
 from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.gate import Gate
+from sprawl.rollout.host_copy import HostCopy
 from sprawl.rollout.reconciler import Reconciler
 from sprawl.rollout.service import Service
 
@@ -81,12 +82,15 @@ class Stack:
     patience_s: float = 5.0
     reader: Any = None
     chat_template: str | None = None
+    copy: Any = None
 
     def __post_init__(self) -> None:
         wake = asyncio.Event()
         self.gate = Gate(self.mode, wake, patience_s=self.patience_s)
         reader = self.reader or self.run.reader()
-        self.reconciler = Reconciler(reader, self.engine, self.gate, follow=self.follow, wake=wake, poll_s=0.01)
+        self.reconciler = Reconciler(
+            reader, self.engine, self.gate, follow=self.follow, wake=wake, poll_s=0.01, copy=self.copy
+        )
         self.service = Service(
             island_id="island-0",
             run_id=RUN,
@@ -105,3 +109,20 @@ class Stack:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
         await self.engine.close()
+
+
+def hold(copy: HostCopy, reader: VersionReader, version: int) -> Served:
+    """Let a host copy hold a version, whatever it held before."""
+    copy.stage_whole(reader.materialise(version))
+    return _committed(copy, reader)
+
+
+def step(copy: HostCopy, reader: VersionReader, prepared: Prepared) -> Served:
+    copy.stage(reader, prepared)
+    return _committed(copy, reader)
+
+
+def _committed(copy: HostCopy, reader: VersionReader) -> Served:
+    served = copy.commit(reader)
+    copy.settle()
+    return served

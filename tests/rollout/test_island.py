@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from sprawl.board.ledger import Ledger
 from sprawl.board.publisher import Publisher
 from sprawl.board.records import RunRecord
 from sprawl.board.store import open_store
+from sprawl.delta.state import State
 from sprawl.errors import SprawlError
 from sprawl.policy import Architecture, Decoder
 from sprawl.rollout.listen import IslandSettings, base_url, bind, is_loopback
@@ -44,13 +46,14 @@ CONFIG = {
 class DiskRun:
     """A run on a local board with a model that an island can really serve."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, run_id: str = RUN, config: dict[str, Any] | None = None) -> None:
+        self.run_id = run_id
         self.board = str(path)
         self.store = open_store(self.board, create=True)
-        self.ledger = Ledger(self.store, RUN)
+        self.ledger = Ledger(self.store, run_id)
         self.ledger.create_run(
             RunRecord(
-                run_id=RUN,
+                run_id=run_id,
                 created_at=time.time(),
                 config={"rollout": {"follow": "eager", "compute_dtype": "float32"}, "threads": {"island": 1}},
                 base_digest="",
@@ -59,19 +62,36 @@ class DiskRun:
             )
         )
         files = {
-            "config.json": json.dumps(CONFIG).encode(),
+            "config.json": json.dumps(config or CONFIG).encode(),
             "tokenizer.json": character_tokenizer()._fast.to_str().encode(),
         }
-        self._publisher = Publisher(self.store, RUN, keyframe_every=4, dtype="bfloat16", files=files)
+        self._publisher = Publisher(self.store, run_id, keyframe_every=4, dtype="bfloat16", files=files)
+        self._model = Decoder(Architecture.from_hf(CONFIG))
         self._next = 0
+        self.state: State = {}
 
     def publish(self, **more: torch.Tensor) -> None:
-        generator = torch.Generator().manual_seed(self._next)
+        """Publish a version that shares nothing with the one before, nor with one of another run."""
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.run_id} {self._next}".encode()))
         state = {
             name: (torch.randn(parameter.shape, generator=generator) * 0.3).bfloat16()
-            for name, parameter in Decoder(Architecture.from_hf(CONFIG)).state_dict().items()
+            for name, parameter in self._model.state_dict().items()
         }
-        self._publisher.publish(self._next, self._next, {**state, **more})
+        self._put({**state, **more})
+
+    def nudge(self) -> None:
+        """Publish a version that differs a little from the one before."""
+        generator = torch.Generator().manual_seed(self._next)
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        for tensor in state.values():
+            flat = tensor.reshape(-1)
+            where = torch.randint(0, flat.numel(), (max(1, flat.numel() // 50),), generator=generator)
+            flat[where] *= 1.01
+        self._put(state)
+
+    def _put(self, state: State) -> None:
+        self._publisher.publish(self._next, self._next, state)
+        self.state = state
         self._next += 1
 
 
