@@ -36,9 +36,9 @@ _OPTIONS = [
     click.option("--engine-args", default="", metavar="ARGS",
                  help='More of the engine\'s own command line, for example "--tensor-parallel-size 2".'),
     click.option("--cache", type=click.Path(file_okay=False), default=None, envvar="SPRAWL_CACHE", show_envvar=True,
-                 help="Directory of this island alone where it keeps the checkpoint it serves and finds it after a "
-                      "restart; needs room for twice the checkpoint. Default: in memory; for an engine that reads "
-                      "files .sprawl/islands/RUN/ID with --island-id, else a temporary one."),
+                 help="Directory where the island keeps the checkpoint it serves and finds it after a restart, below "
+                      "its --island-id if it has one; needs room for twice the checkpoint. Default: in memory; for an "
+                      "engine that reads files .sprawl/islands/RUN/ID with --island-id, else a temporary one."),
     click.option("--follow-latest-run", is_flag=True,
                  help="Go over to a newer run on the board as soon as it has a version."),
     click.option("--threads", type=click.IntRange(min=1), default=None,

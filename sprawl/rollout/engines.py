@@ -75,8 +75,8 @@ def equip(name: str, context: EngineContext) -> Equipment:
 
 @contextmanager
 def work_directory(settings: IslandSettings, run_id: str) -> Iterator[Path]:
-    """A directory that is this island's while it lives. One that `cache` names, or a named island's own, is found
-    again; that of a nameless island goes with it.
+    """A directory that is this island's while it lives. In `cache` a named island has one of its own, a nameless one
+    all of it; without, that of a named island is found again and that of a nameless one goes with it.
 
     Raises SprawlError when another island has it, or it cannot be made.
     """
@@ -91,8 +91,9 @@ def work_directory(settings: IslandSettings, run_id: str) -> Iterator[Path]:
     if settings.cache is None:
         yield named.absolute()
         return
-    with hold(settings.cache):
-        yield Path(settings.cache).absolute()
+    directory = (Path(settings.cache) / (settings.island_id or "")).absolute()
+    with hold(directory):
+        yield directory
 
 
 def embedded_torch(context: EngineContext) -> Equipment:

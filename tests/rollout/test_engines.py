@@ -51,6 +51,13 @@ def test_a_named_island_finds_its_directory_again(tmp_path: Path, monkeypatch: p
     assert one.exists()
     with work_directory(settings(cache="here"), "run-1") as two:
         assert two == tmp_path / "here"
+        with work_directory(settings(cache="here", island_id="east"), "run-1") as named:
+            assert named == tmp_path / "here" / "east"
+            with (
+                pytest.raises(SprawlError, match="in use by another process"),
+                work_directory(settings(cache="here", island_id="east"), "run-2"),
+            ):
+                pass
     with work_directory(settings(), "run-1") as three:
         (three / "file").write_text("")
     assert not three.exists()

@@ -40,9 +40,9 @@ class Cached:
 
     def __init__(self, run: DiskRun, tmp_path: Path) -> None:
         self.run = run
-        self.cache = tmp_path / "cache"
+        self.cache = tmp_path / "cache" / "east"
         self.log = tmp_path / "log"
-        self.argv = command(run, "--island-id", "east", "--cache", str(self.cache))
+        self.argv = command(run, "--island-id", "east", "--cache", str(tmp_path / "cache"))
 
     def start(self, *arguments: str) -> Any:
         return process([*self.argv, *arguments], self.log)
@@ -154,7 +154,7 @@ def test_a_bit_that_flips_under_a_running_island_is_found_by_the_next_version(ru
 def test_two_islands_do_not_share_a_cache(run: DiskRun, cached: Cached) -> None:
     with cached.start():
         cached.serves(0)
-        second = [*command(run, "--cache", str(cached.cache), kind="sidecar")]
+        second = command(run, "--cache", str(cached.cache), kind="sidecar")
         done = subprocess.run(second, capture_output=True, text=True, env=environment(), timeout=60)
         pulled = subprocess.run(
             [*second[:3], "board", "pull", run.board, run.run_id, str(cached.cache / "checkpoint")],
@@ -190,7 +190,7 @@ def test_a_disk_that_is_really_full(run: DiskRun, cached: Cached) -> None:
     """A file system of its own with room for the checkpoint, but not for a journal of all of it; then for neither."""
     size = VersionReader(run.store, run.run_id).require(0).full_bytes
     for kilobytes, version, message in ((size // 1024 + 40, 0, "No space left"), (24, None, "has room for")):
-        cached.cache.mkdir(exist_ok=True)
+        cached.cache.mkdir(parents=True, exist_ok=True)
         mount = f'mount -t tmpfs -o size={kilobytes}k tmpfs {cached.cache} && exec "$@"'
         argv = ["unshare", "-rm", "sh", "-c", mount, "sh", *cached.argv]
         if shutil.which("unshare") is None or subprocess.run([*argv[:5], "sh", "true"], capture_output=True).returncode:

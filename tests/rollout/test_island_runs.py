@@ -139,7 +139,7 @@ def test_an_island_goes_over_to_the_next_run(tmp_path: Path) -> None:
                 lambda: [r for r in following.ledger.islands() if r.island_id == "west" and r.applied == 1], fresh_log
             )[0]
             assert ask(west.url).json()["samples"] == ask(first.url).json()["samples"]
-    copy = LocalCopy.open(cache / "checkpoint")
+    copy = LocalCopy.open(cache / "east" / "checkpoint")
     assert copy is not None
     assert (copy.run_id, copy.served.version) == ("run-2", 1)
     assert copy.served.root == root_digest(tensor_digests(following.state))
