@@ -37,6 +37,8 @@ _OPTIONS = [
                  help="Certificate (PEM): serve https."),
     click.option("--tls-key", type=click.Path(exists=True, dir_okay=False), default=None,
                  help="Its private key (PEM)."),
+    click.option("--region", default=None, envvar="SPRAWL_REGION", show_envvar=True,
+                 help="Read versions through the mirrors of this region (sprawl mirror); default: from the board."),
     click.option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends."),
 ]  # fmt: skip
 

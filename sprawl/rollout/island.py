@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,8 +27,10 @@ from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import IslandRecord, RunRecord
 from sprawl.board.signing import environment_trust
-from sprawl.board.store import open_store
+from sprawl.board.store import Store, open_store
 from sprawl.errors import BoardError, SprawlError
+from sprawl.mirror.registry import check_name
+from sprawl.mirror.store import MirroredStore
 from sprawl.policy.tokenizer import Tokenizer
 from sprawl.rollout.gate import Gate
 from sprawl.rollout.listen import IslandSettings, base_url
@@ -52,9 +55,14 @@ def run_island(settings: IslandSettings, listener: socket.socket, parent: int, s
     """
     try:
         store = open_store(settings.board)
+        versions: Store = store
+        if settings.region is not None:
+            token = os.environ.get("SPRAWL_MIRROR_TOKEN") or None
+            region = check_name(settings.region, "--region")
+            versions = MirroredStore(store, region, trust=environment_trust(), token=token)
         run_id = resolve_run(store, settings.run_id or "latest")
         ledger = Ledger(store, run_id)
-        reader = VersionReader(store, run_id, trust=environment_trust())
+        reader = VersionReader(versions, run_id, trust=environment_trust())
         island = Island(settings, ledger, ledger.run(), reader, listener, say)
         return asyncio.run(island.run(parent))
     finally:
@@ -129,6 +137,8 @@ class Island:
         dtype = settings.compute_dtype or rollout.get("compute_dtype", "float32")
         engine = await asyncio.to_thread(TorchEngine.from_files, files, tokenizer, compute_dtype=dtype)
         wake = asyncio.Event()
+        if isinstance(self.reader.store, MirroredStore):
+            self.reader.store.notify = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
         gate = Gate(settings.commit_mode, wake)
         follow: Follow = settings.follow or rollout.get("follow", "eager")
         poll_s = 1.0 if _is_remote(settings.board) else 0.2
