@@ -9,6 +9,7 @@ old. Whatever goes wrong with a mirror ends in asking the board.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 import time
@@ -20,12 +21,22 @@ from sprawl.board.store import Keys, MissingKey, Store
 from sprawl.mirror.choice import Choice
 from sprawl.mirror.client import WRONG_REST_S, Mirror, MirrorProblem
 from sprawl.mirror.objects import BlobKey, ManifestKey, blob_sizes, is_hint, is_merged_record, parse
+from sprawl.mirror.registry import check_name
 from sprawl.mirror.watch import Watch
 
 CHECK_S = 15.0
 ATTEMPTS = 2  # mirrors that are asked for a blob before the board is
 MAX_SIZES = 4096
 MAX_RECENT = 8  # manifests and hints held for `check_s`
+
+
+def through_mirrors(board: Store, region: str | None, trust: Trust | None) -> Store:
+    """The board read through the mirrors of a region, with the token of $SPRAWL_MIRROR_TOKEN; as it is without a region.
+    Raises SprawlError when the region is no name."""
+    if region is None:
+        return board
+    token = os.environ.get("SPRAWL_MIRROR_TOKEN") or None
+    return MirroredStore(board, check_name(region, "--region"), trust=trust, token=token)
 
 
 class MirroredStore:

@@ -27,10 +27,9 @@ from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import IslandRecord, RunRecord
 from sprawl.board.signing import environment_trust
-from sprawl.board.store import Store, open_store
+from sprawl.board.store import open_store
 from sprawl.errors import BoardError, SprawlError
-from sprawl.mirror.registry import check_name
-from sprawl.mirror.store import MirroredStore
+from sprawl.mirror.store import MirroredStore, through_mirrors
 from sprawl.policy.tokenizer import Tokenizer
 from sprawl.rollout.gate import Gate
 from sprawl.rollout.listen import IslandSettings, base_url
@@ -55,14 +54,10 @@ def run_island(settings: IslandSettings, listener: socket.socket, parent: int, s
     """
     try:
         store = open_store(settings.board)
-        versions: Store = store
-        if settings.region is not None:
-            token = os.environ.get("SPRAWL_MIRROR_TOKEN") or None
-            region = check_name(settings.region, "--region")
-            versions = MirroredStore(store, region, trust=environment_trust(), token=token)
         run_id = resolve_run(store, settings.run_id or "latest")
         ledger = Ledger(store, run_id)
-        reader = VersionReader(versions, run_id, trust=environment_trust())
+        trust = environment_trust()
+        reader = VersionReader(through_mirrors(store, settings.region, trust), run_id, trust=trust)
         island = Island(settings, ledger, ledger.run(), reader, listener, say)
         return asyncio.run(island.run(parent))
     finally:
