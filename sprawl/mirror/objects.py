@@ -71,10 +71,10 @@ def blob_sizes(record: bytes) -> Iterator[tuple[str, int]]:
         return
 
 
-def wait_of(prefer: str) -> float:
-    """Seconds of `Prefer: wait=N` (RFC 7240), 0 without one, at most MAX_WAIT_S."""
+def wait_of(prefer: str) -> float | None:
+    """Seconds of `Prefer: wait=N` (RFC 7240), at most MAX_WAIT_S; None without one."""
     for preference in prefer.split(","):
         name, _, value = preference.strip().partition("=")
         if name.strip().lower() == "wait" and re.fullmatch(r"\d{1,6}(\.\d{1,3})?", value.strip()):
             return min(float(value), MAX_WAIT_S)
-    return 0.0
+    return None

@@ -5,7 +5,8 @@
     GET /metrics             Prometheus text
 
 `Prefer: wait=N` (RFC 7240) holds a request for a manifest that is not there yet, or a blob that is being fetched, for
-at most N seconds. `Cache-Control: no-cache` makes the mirror check what it has on disk again.
+at most N seconds; without it a manifest is not waited for and a blob for 30 s. `Cache-Control: no-cache` makes the
+mirror check what it has on disk again.
 
 404 the board does not have it; 401 no token; 403 not relayed, ask the board; 503 ask the board, or, when `Retry-After`
 is given, ask again.
@@ -21,7 +22,7 @@ from typing import BinaryIO
 
 from starlette.types import Receive, Scope, Send
 
-from sprawl.mirror.objects import ROUTE, BlobKey, ManifestKey, parse, wait_of
+from sprawl.mirror.objects import MAX_WAIT_S, ROUTE, BlobKey, ManifestKey, parse, wait_of
 from sprawl.mirror.relay import Relay, StillFetching, Unavailable
 
 CHUNK = 1 << 20
@@ -64,14 +65,14 @@ class Server:
         try:
             match key:
                 case ManifestKey():
-                    data = await self._relay.manifest(key, wait_s)
+                    data = await self._relay.manifest(key, wait_s or 0.0)
                     if data is None:
                         await self._refuse(send, 404, "NotThere", f"{key.key} is not on the board")
                         return
                     self._count("manifest", 200, 0 if head else len(data))
                     await _reply(send, 200, {}, b"" if head else data, "application/json", len(data))
                 case BlobKey():
-                    held = await self._relay.blob(key, wait_s, suspect=suspect)
+                    held = await self._relay.blob(key, MAX_WAIT_S if wait_s is None else wait_s, suspect=suspect)
                     if held is None:
                         await self._refuse(send, 404, "NotThere", f"{key.key} is not on the board")
                         return

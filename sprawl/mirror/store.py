@@ -31,8 +31,8 @@ MAX_RECENT = 8  # manifests and hints held for `check_s`
 
 
 def through_mirrors(board: Store, region: str | None, trust: Trust | None) -> Store:
-    """The board read through the mirrors of a region, with the token of $SPRAWL_MIRROR_TOKEN; as it is without a region.
-    Raises SprawlError when the region is no name."""
+    """The board read through the mirrors of a region, with the token of $SPRAWL_MIRROR_TOKEN; the board itself without
+    a region. Raises SprawlError when the region is no name."""
     if region is None:
         return board
     token = os.environ.get("SPRAWL_MIRROR_TOKEN") or None

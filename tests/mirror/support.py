@@ -58,8 +58,9 @@ class Reads:
 
 
 class Line:
-    """A TCP relay in front of a mirror. What it does to the bytes that come back: `rate` (bytes per second), `cut_after`
-    (bytes, then the connection ends), `flip_after` (one bit of each byte after that many is turned), `dead` (silence)."""
+    """A TCP relay in front of a mirror. What it does to the bytes that come back: `rate` (bytes per second),
+    `cut_after` (bytes, then the connection ends), `flip_after` (one bit of each byte after that many is turned), `dead`
+    (silence)."""
 
     def __init__(self, port: int) -> None:
         self.rate: float | None = None
