@@ -1,13 +1,14 @@
 """Many readers of one board: an object store alone, and with a mirror in front of it.
 
     python -m benchmarks.fanout                1,000 readers, 12 versions, three ways (about 5 minutes)
-    python -m benchmarks.fanout --quick        100 readers, 5 versions: under 60 s
+    python -m benchmarks.fanout --quick        100 readers, 4 versions: under 60 s
     python -m benchmarks.fanout --json         one JSON object
 
-A real SeaweedFS server, a real `sprawl mirror` process, real versions published with the library's publisher. Readers poll
-as islands on object storage do (every second), or hold one request open at the mirror. `latency` is from the commit of a
-version to its delta, checked, in a reader's hands. `store` counts what readers and mirror asked of the object store, the
-publisher's own requests left out. The measured times then feed the simulation of benchmarks.fanout_model.
+A real SeaweedFS server, a real `sprawl mirror` process, real versions published with the library's publisher. Readers
+poll as islands on object storage do (every second), or hold one request open at the mirror. `latency` is from the commit
+of a version to its delta, checked, in a reader's hands. `store` counts what readers and mirror asked of the object store,
+the publisher's own requests left out. What a mirror gets through is counted per second of its processor time: readers,
+store and mirror share this machine. The measured times then feed the simulation of benchmarks.fanout_model.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Size:
 
 
 FULL = Size(readers=1000, processes=2, versions=12, interval_s=5.0)
-QUICK = Size(readers=100, processes=1, versions=5, interval_s=2.0)
+QUICK = Size(readers=100, processes=1, versions=4, interval_s=1.5)
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Writer:
 
 
 @contextlib.contextmanager
-def mirror_process(board: str, store: Store, folder: Path) -> Iterator[str]:
-    """A mirror of the board; yields its URL."""
+def mirror_process(board: str, store: Store, folder: Path) -> Iterator[tuple[str, int]]:
+    """A mirror of the board; yields its URL and process id."""
     argv = [sys.executable, "-m", "sprawl.cli", "mirror", board, "--cache", str(folder), "--exit-with-parent"]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=sys.stderr)
     try:
@@ -109,7 +110,7 @@ def mirror_process(board: str, store: Store, folder: Path) -> Iterator[str]:
             time.sleep(0.1)
         else:
             raise SprawlError("the mirror did not register")
-        yield found[0].url
+        yield found[0].url, process.pid
     finally:
         process.terminate()
         process.wait()
@@ -167,7 +168,7 @@ def measure(way: str, size: Size, writer: Writer, plan: Plan) -> Row:
     )
 
 
-def probes(plan: Plan, store: Store, mirror: str, seconds: float) -> list[Probe]:
+def probes(plan: Plan, store: Store, mirror: str, pid: int, seconds: float) -> list[Probe]:
     """Single requests, to the store and to the mirror."""
     bulk = bytes(range(256)) * (BULK_BYTES // 256)
     bulk_key = keys.blob(RUN, 0, blake3(bulk).hexdigest())
@@ -177,10 +178,17 @@ def probes(plan: Plan, store: Store, mirror: str, seconds: float) -> list[Probe]
 
     async def work() -> list[Probe]:
         found = []
-        for where, url in (("store", signer.url), ("mirror", lambda key: f"{mirror}/v1/objects/{key}")):
-            found.append(await probe(f"{where}: manifest", url(manifest), seconds=seconds))
-            found.append(await probe(f"{where}: not there yet", url(missing), seconds=seconds))
-            found.append(await probe(f"{where}: 32 MiB", url(bulk_key), alone=5, together=4, seconds=seconds))
+        places = (("store", signer.url, None), ("mirror", lambda key: f"{mirror}/v1/objects/{key}", pid))
+        for where, url, process in places:
+            for what, key, alone, together in (
+                ("manifest", manifest, 100, 32),
+                ("not there yet", missing, 100, 32),
+                ("32 MiB", bulk_key, 5, 4),
+            ):
+                one = await probe(
+                    f"{where}: {what}", url(key), alone=alone, together=together, seconds=seconds, pid=process
+                )
+                found.append(one)
         return found
 
     return asyncio.run(work())
@@ -195,7 +203,7 @@ def run(size: Size, folder: Path) -> tuple[list[Row], list[Probe], int]:
         store = open_store(board)
         writer = Writer(store)
         rows = []
-        with mirror_process(board, store, folder / "cache") as mirror:
+        with mirror_process(board, store, folder / "cache") as (mirror, pid):
 
             def plan(url: str | None, signed: bool) -> Plan:
                 return Plan(
@@ -212,7 +220,7 @@ def run(size: Size, folder: Path) -> tuple[list[Row], list[Probe], int]:
                     signed=signed,
                 )
 
-            times = probes(plan(None, False), store, mirror, 1.0 if size is QUICK else 3.0)
+            times = probes(plan(None, False), store, mirror, pid, 0.5 if size is QUICK else 3.0)
             ways = (("store alone", None, False), ("mirror", mirror, False), ("mirror, signed", mirror, True))
             for way, url, signed in ways:
                 rows.append(measure(way, size, writer, plan(url, signed)))
@@ -227,8 +235,8 @@ def measured(rows: list[Row], times: list[Probe]) -> fanout_model.Measured:
         store_request_s=by_name["store: manifest"].p50_s,
         store_first_byte_s=by_name["store: manifest"].p50_s,
         mirror_request_s=by_name["mirror: manifest"].p50_s,
-        mirror_requests_per_s=by_name["mirror: manifest"].per_second,
-        mirror_bytes_per_s=by_name["mirror: 32 MiB"].bytes_per_second,
+        mirror_requests_per_s=by_name["mirror: manifest"].per_cpu_second or 0.0,
+        mirror_bytes_per_s=by_name["mirror: 32 MiB"].bytes_per_cpu_second or 0.0,
     )
 
 
@@ -258,11 +266,19 @@ def fanout(quick: bool, as_json: bool) -> None:
         return
     click.echo(f"deltas of {delta_bytes / 1e3:.0f} kB every {size.interval_s:g} s, polls every {size.poll_s:g} s\n")
     click.echo(table(rows))
-    click.echo("\n| one request | p50 | p99 | 32 at once (4 of 32 MiB), a second |\n|---|---|---|---|")
+    click.echo("\n| one request | p50 | p99 | many at once, a second | a second of the mirror's processor |")
+    click.echo("|---|---|---|---|---|")
     for one in times:
-        rate = f"{one.bytes_per_second / 1e6:.0f} MB" if "MiB" in one.what else f"{one.per_second:.0f} requests"
-        click.echo(f"| {one.what} | {1e3 * one.p50_s:.1f} ms | {1e3 * one.p99_s:.1f} ms | {rate} |")
+        rates = [(one.per_second, one.bytes_per_second), (one.per_cpu_second, one.bytes_per_cpu_second)]
+        cells = " | ".join(_rate(one.what, *rate) for rate in rates)
+        click.echo(f"| {one.what} | {1e3 * one.p50_s:.1f} ms | {1e3 * one.p99_s:.1f} ms | {cells} |")
     click.echo(f"\n{fanout_model.table(outcomes)}")
+
+
+def _rate(what: str, requests: float | None, size: float | None) -> str:
+    if requests is None or size is None:
+        return ""
+    return f"{size / 1e6:,.0f} MB" if "MiB" in what else f"{requests:,.0f} requests"
 
 
 def table(rows: list[Row]) -> str:

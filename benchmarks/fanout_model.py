@@ -1,14 +1,13 @@
 """A discrete-event simulation of one step's version on its way to 10,000 islands in 12 regions, and what it costs.
 
-    python -m benchmarks.fanout_model                              with times measured before (see MEASURED)
-    python -m benchmarks.fanout_model --measured FILE              with those of `benchmarks.fanout --json > FILE`
-    python -m benchmarks.fanout_model --prices FILE                with other prices (JSON, the fields of Prices)
-    python -m benchmarks.fanout_model --quick --json
+    python -m benchmarks.fanout_model --measured FILE                  of `benchmarks.fanout --json > FILE`
+    python -m benchmarks.fanout_model --measured FILE --prices FILE    other prices: JSON, the fields of Prices
+    python -m benchmarks.fanout_model --measured FILE --quick --json
 
-Measured: how long a request takes at the store and at a mirror, how many a second a mirror process answers, how many bytes
-a second it sends. Assumed: round trips between regions, bandwidths, prices (`World`, `Prices`). Every island, mirror,
-request and transfer is simulated; transfers that share a link share it fairly. A mirror sends an object when it has it
-whole, as the real one does. Decoding and swapping on the island are not part of the latency.
+Measured: how long a request takes at the store and at a mirror, how many requests and bytes a second of a mirror's
+processor is good for (it has one for itself here). Assumed: round trips between regions, bandwidths, prices (`World`,
+`Prices`). Every island, mirror, request and transfer is simulated; transfers that share a link share it fairly. A mirror
+sends an object when it has it whole, as the real one does. Decoding and swapping are not part of the latency.
 """
 
 from __future__ import annotations
@@ -107,8 +106,8 @@ class Clock:
 
 @dataclass
 class _Class:
-    """Transfers over a link that have the same limit of their own. `served`: bytes that each active one has had since the
-    beginning of time; one is done when that reaches its mark."""
+    """Transfers over a link that have the same limit of their own. `served`: bytes that each active one has had since
+    the beginning of time; one is done when that reaches its mark."""
 
     limit: float
     served: float = 0.0
@@ -227,7 +226,10 @@ def mirrored(
             waiting.append(send)
             if not state["fetching"]:
                 state["fetching"] = True
-                clock.at(clock.now + trip + found.store_first_byte_s, lambda: board.send(size, min(limit, rate), have))
+                clock.at(
+                    clock.now + trip + found.store_first_byte_s,
+                    lambda: board.send(size, min(limit, world.mirror_link), have),
+                )
 
         def told() -> None:
             own_look = 0.0 if signed else trip + found.store_request_s  # the manifest from the board
@@ -301,8 +303,8 @@ def outcomes(
 def table(rows: list[Outcome]) -> str:
     """Markdown."""
     lines = [
-        "| delta | mirrors | latency p50 | p99 | egress a step | $ inter-region | $ internet | store requests | $ for them "
-        "| $ for mirrors |",
+        "| delta | mirrors | latency p50 | p99 | egress a step | $ inter-region | $ internet | store requests "
+        "| $ for them | $ for mirrors |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [

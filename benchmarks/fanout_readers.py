@@ -2,10 +2,10 @@
 
 Started by benchmarks.fanout with one JSON object on the command line; prints `ready`, then one JSON object.
 
-Without a mirror a reader polls `manifests/<v+1>` on the object store and fetches the delta when it is there. With one it
-holds one request for the manifest open at the mirror (as MirroredStore does: the store is asked every `check_s` all the
-same), fetches the delta from the mirror, and, where manifests are not signed, the manifest from the store. Every delta is
-checked against its digest.
+Without a mirror a reader polls `manifests/<v+1>` on the object store and fetches the delta when it is there. With one
+it holds one request for the manifest open at the mirror (as MirroredStore does: the store is asked every `check_s` all
+the same), fetches the delta from the mirror, and, where manifests are not signed, the manifest from the store. Every
+delta is checked against its digest.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ async def read(plan: Plan) -> Seen:
 
 def main() -> None:
     plan = Plan(**json.loads(sys.argv[1]))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4 * plan.readers + 256, hard), hard))
     print(json.dumps(asdict(asyncio.run(read(plan)))))
 

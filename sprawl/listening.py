@@ -29,8 +29,8 @@ def listen_on(host: str, port: int, *, option: str, any_port: str) -> socket.soc
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror:
         raise SprawlError(f"host {host} does not resolve", "give an address of this machine") from None
-    # With the protocol named: asyncio turns Nagle's algorithm off only on sockets that say that they are TCP, and with it
-    # on, every answer whose head and body are written apart waits 40 ms for the other side's delayed acknowledgement.
+    # With the protocol named: asyncio turns Nagle's algorithm off only on sockets that say that they are TCP, and with
+    # it on, an answer whose head and body are written apart waits 40 ms for the other side's delayed acknowledgement.
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

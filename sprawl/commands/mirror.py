@@ -106,7 +106,6 @@ def mirror(
     )
     listener = bind(settings)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     run_mirror(settings, open_store(board), listener, parent, click.echo)
 
 

@@ -105,12 +105,12 @@ class DiskCache:
                 stamp = _stamp_after_flush(file)
             os.replace(temporary, path)  # no fsync: what a crash garbles does not have its digest
         except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        finally:
             with self._lock:
                 self._reserved -= len(data)
+            temporary.unlink(missing_ok=True)
+            raise
         with self._lock:
+            self._reserved -= len(data)
             self._entries[digest] = _Entry(len(data), stamp)
             self._entries.move_to_end(digest)
             self._make_room()

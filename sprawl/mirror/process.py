@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import resource
 import secrets
 import signal
 import socket
+import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import uvicorn
 
 from sprawl.board.records import MirrorRecord
 from sprawl.board.store import Store
 from sprawl.errors import SprawlError
 from sprawl.listening import is_loopback, listen_on, url_of
 from sprawl.mirror.cache import DiskCache
+from sprawl.mirror.http import HttpServer
 from sprawl.mirror.registry import register, unregister
 from sprawl.mirror.relay import Relay
-from sprawl.mirror.server import Server
+from sprawl.mirror.server import Answers
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
+GRACE_S = 2.0  # for what is being sent when the mirror is asked to stop
 POLL_S = 0.25  # how often the board is asked for a version that readers wait for
 
 
@@ -71,7 +71,7 @@ def run_mirror(
 ) -> None:
     """Serve on `listener` until SIGTERM or SIGINT. `parent` is the process that started this one, as it was then.
 
-    Raises SprawlError when the cache cannot be used or the server ends by itself.
+    Raises SprawlError when the cache or the certificate cannot be used.
     """
     try:
         _raise_file_limit(settings.max_connections)
@@ -79,14 +79,6 @@ def run_mirror(
         asyncio.run(_Mirror(settings, board, cache, listener, say).run(parent))
     finally:
         listener.close()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the mirror leaves the board first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Mirror:
@@ -107,6 +99,7 @@ class _Mirror:
         own = url_of(settings.host, listener, tls=settings.tls_cert is not None)
         self._url = (settings.advertise_url or own).rstrip("/")
         self._started_at = time.time()
+        self._tls = _tls_context(settings)
         self._stop = asyncio.Event()
 
     async def run(self, parent: int) -> None:
@@ -114,39 +107,22 @@ class _Mirror:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         relay = Relay(self._board, self._cache, poll_s=POLL_S)
-        server = _Server(self._server_config(relay))
-        serving = asyncio.ensure_future(server.serve(sockets=[self._listener]))
-        tasks = [asyncio.ensure_future(self._heartbeats()), asyncio.ensure_future(self._stop.wait())]
+        server = HttpServer(Answers(relay, token=self._settings.token), self._settings.max_connections)
+        await server.start(self._listener, self._tls)
+        tasks = [asyncio.ensure_future(self._heartbeats())]
         if self._settings.exit_with_parent:
             tasks.append(asyncio.ensure_future(self._watch_parent(parent)))
         self._say(f"{self._mirror_id} relays {self._board.url} at {self._url} for region {self._settings.region}")
         try:
-            await asyncio.wait({serving, tasks[1]}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()  # the server ended by itself: say why
-                raise SprawlError(f"the HTTP server at {self._url} ended unexpectedly")
+            await self._stop.wait()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._leave()
-            server.should_exit = True
-            await asyncio.gather(serving, relay.close(), return_exceptions=True)
+            await server.stop(GRACE_S)
+            await relay.close()
             self._cache.close()
-
-    def _server_config(self, relay: Relay) -> uvicorn.Config:
-        settings = self._settings
-        return uvicorn.Config(
-            Server(relay, token=settings.token),
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            limit_concurrency=settings.max_connections,  # 503 beyond: readers ask the board
-            timeout_keep_alive=75,  # longer than a reader's pause between two versions, often
-            timeout_graceful_shutdown=2,
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
-        )
 
     def _record(self) -> MirrorRecord:
         return MirrorRecord(
@@ -178,6 +154,18 @@ class _Mirror:
             await asyncio.sleep(1.0)
         self._say(f"{self._mirror_id}: the process that started it is gone")
         self._stop.set()
+
+
+def _tls_context(settings: MirrorSettings) -> ssl.SSLContext | None:
+    """Raises SprawlError when the certificate or its key cannot be used."""
+    if settings.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise SprawlError(f"{settings.tls_cert} cannot be used: {error}", "check --tls-cert and --tls-key") from None
+    return context
 
 
 def _raise_file_limit(connections: int) -> None:

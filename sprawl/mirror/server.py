@@ -1,4 +1,4 @@
-"""The mirror's HTTP side: plain GET and HEAD of immutable objects.
+"""What a mirror answers: plain GET and HEAD of immutable objects.
 
     GET /v1/objects/<key>    a blob or a manifest; HEAD the same without the bytes
     GET /health              200 while the board can be read, else 503; needs no token
@@ -14,105 +14,74 @@ is given, ask again.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 from collections.abc import Mapping
-from typing import BinaryIO
 
-from starlette.types import Receive, Scope, Send
-
+from sprawl.mirror.http import Answer, Request
 from sprawl.mirror.objects import MAX_WAIT_S, ROUTE, BlobKey, ManifestKey, parse, wait_of
 from sprawl.mirror.relay import Relay, StillFetching, Unavailable
 
-CHUNK = 1 << 20
 Headers = Mapping[str, str]
 
 
-class Server:
-    """The ASGI application. With `token`, everything but /health needs it as bearer token."""
+class Answers:
+    """With `token`, everything but /health needs it as bearer token."""
 
     def __init__(self, relay: Relay, *, token: str | None = None) -> None:
         self._relay = relay
         self._expected = f"Bearer {token}".encode() if token else None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        method, path = scope["method"], scope["path"]
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        if method not in ("GET", "HEAD"):
-            await self._refuse(send, 405, "ReadOnly", "a mirror can only be read: GET and HEAD", {"Allow": "GET, HEAD"})
-        elif path == "/health":
+    async def __call__(self, request: Request) -> Answer:
+        path, given = request.path, request.headers.get("authorization", "").encode("latin-1")
+        if request.method not in ("GET", "HEAD"):
+            return self._refuse(405, "ReadOnly", "a mirror can only be read: GET and HEAD", {"Allow": "GET, HEAD"})
+        if path == "/health":
             error = self._relay.board_error
-            await _reply(send, 503 if error else 200, {}, json.dumps({"ready": not error, "board_error": error}))
-        elif self._expected and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            return Answer(503 if error else 200, json.dumps({"ready": not error, "board_error": error}).encode())
+        if self._expected and not hmac.compare_digest(given, self._expected):
             message = "this mirror needs 'Authorization: Bearer <token>' (its SPRAWL_MIRROR_TOKEN)"
-            await self._refuse(send, 401, "Unauthorized", message, {"WWW-Authenticate": "Bearer"})
-        elif path == "/metrics":
-            await _reply(send, 200, {}, metrics(self._relay), "text/plain; version=0.0.4")
-        elif path.startswith(ROUTE):
-            await self._object(parse(path.removeprefix(ROUTE)), headers, method == "HEAD", receive, send)
-        else:
+            return self._refuse(401, "Unauthorized", message, {"WWW-Authenticate": "Bearer"})
+        if path == "/metrics":
+            return Answer(200, metrics(self._relay).encode(), "text/plain; version=0.0.4")
+        if not path.startswith(ROUTE):
             message = f"no {path} here; there are GET {ROUTE}<key>, GET /health, GET /metrics"
-            await self._refuse(send, 404, "NoSuchRoute", message)
-
-    async def _object(
-        self, key: BlobKey | ManifestKey | None, headers: dict[bytes, bytes], head: bool, receive: Receive, send: Send
-    ) -> None:
-        wait_s = wait_of(headers.get(b"prefer", b"").decode("latin-1"))
-        suspect = b"no-cache" in headers.get(b"cache-control", b"")
+            return self._refuse(404, "NoSuchRoute", message)
         try:
-            match key:
-                case ManifestKey():
-                    data = await self._relay.manifest(key, wait_s or 0.0)
-                    if data is None:
-                        await self._refuse(send, 404, "NotThere", f"{key.key} is not on the board")
-                        return
-                    self._count("manifest", 200, 0 if head else len(data))
-                    await _reply(send, 200, {}, b"" if head else data, "application/json", len(data))
-                case BlobKey():
-                    held = await self._relay.blob(key, MAX_WAIT_S if wait_s is None else wait_s, suspect=suspect)
-                    if held is None:
-                        await self._refuse(send, 404, "NotThere", f"{key.key} is not on the board")
-                        return
-                    await self._send_blob(key, *held, head, receive, send)
-                case None:
-                    await self._refuse(send, 403, "NotRelayed", "mirrors relay blobs and manifests; ask the board")
+            return await self._object(parse(path.removeprefix(ROUTE)), request)
         except StillFetching:
-            message = "still on its way from the board"
-            await self._refuse(send, 503, "StillFetching", message, {"Retry-After": "0"})
+            return self._refuse(503, "StillFetching", "still on its way from the board", {"Retry-After": "0"})
         except Unavailable as error:
-            await self._refuse(send, 503, "Unavailable", str(error))
+            return self._refuse(503, "Unavailable", str(error))
 
-    async def _send_blob(
-        self, key: BlobKey, file: BinaryIO, size: int, head: bool, receive: Receive, send: Send
-    ) -> None:
-        headers = {"ETag": f'"{key.digest}"', "Cache-Control": "max-age=31536000, immutable"}
-        with file:
-            if head or size <= CHUNK:
+    async def _object(self, key: BlobKey | ManifestKey | None, request: Request) -> Answer:
+        wait_s = wait_of(request.headers.get("prefer", ""))
+        head = request.method == "HEAD"
+        if key is None:
+            return self._refuse(403, "NotRelayed", "mirrors relay blobs and manifests; ask the board")
+        if isinstance(key, ManifestKey):
+            data = await self._relay.manifest(key, wait_s or 0.0)
+            if data is not None:
+                self._count("manifest", 200, 0 if head else len(data))
+                return Answer(200, data)
+        else:
+            suspect = "no-cache" in request.headers.get("cache-control", "")
+            held = await self._relay.blob(key, MAX_WAIT_S if wait_s is None else wait_s, suspect=suspect)
+            if held is not None:
+                file, size = held
                 self._count("blob", 200, 0 if head else size)
-                await _reply(send, 200, headers, b"" if head else file.read(), "application/octet-stream", size)
-                return
-            self._count("blob", 200, 0)
-            await _start(send, 200, headers, "application/octet-stream", size)
-            gone = asyncio.ensure_future(_disconnected(receive))
-            try:
-                while (chunk := await asyncio.to_thread(file.read, CHUNK)) and not gone.done():
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    self._relay.totals.sent_bytes += len(chunk)
-                if not gone.done():
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
-            finally:
-                gone.cancel()
+                headers = {"ETag": f'"{key.digest}"', "Cache-Control": "max-age=31536000, immutable"}
+                return Answer(200, b"", "application/octet-stream", headers, file, size)
+        return self._refuse(404, "NotThere", f"{key.key} is not on the board")
 
     def _count(self, kind: str, status: int, sent: int) -> None:
         self._relay.totals.count(kind, status)
         self._relay.totals.sent_bytes += sent
 
-    async def _refuse(self, send: Send, status: int, kind: str, message: str, headers: Headers | None = None) -> None:
+    def _refuse(self, status: int, kind: str, message: str, headers: Headers | None = None) -> Answer:
         self._count("refusal", status, 0)
-        await _reply(send, status, headers or {}, json.dumps({"error": {"type": kind, "message": message}}))
+        body = json.dumps({"error": {"type": kind, "message": message}}).encode()
+        return Answer(status, body, headers=headers or {})
 
 
 def metrics(relay: Relay) -> str:
@@ -128,7 +97,7 @@ def metrics(relay: Relay) -> str:
 
     responses = {f'{{kind="{kind}",status="{status}"}}': n for (kind, status), n in totals.responses.items()}
     add("responses_total", "counter", "Requests answered.", responses)
-    add("sent_bytes_total", "counter", "Bytes of objects sent to readers.", totals.sent_bytes)
+    add("sent_bytes_total", "counter", "Bytes of objects that readers were answered with.", totals.sent_bytes)
     add("board_requests_total", "counter", "Requests to the board.", totals.board_requests)
     add("board_bytes_total", "counter", "Bytes fetched from the board.", totals.board_bytes)
     add("board_failures_total", "counter", "Requests to the board that failed.", totals.board_failures)
@@ -138,28 +107,3 @@ def metrics(relay: Relay) -> str:
     add("evicted_total", "counter", "Blobs deleted to make room.", cache.evicted)
     add("damaged_total", "counter", "Blobs on disk that no longer had their digest.", cache.damaged)
     return "\n".join(lines) + "\n"
-
-
-async def _start(send: Send, status: int, headers: Headers, content_type: str, size: int) -> None:
-    fields = {"Content-Type": content_type, "Content-Length": str(size), **headers}
-    raw = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-async def _reply(
-    send: Send,
-    status: int,
-    headers: Headers,
-    body: bytes | str,
-    content_type: str = "application/json",
-    size: int | None = None,
-) -> None:
-    """A whole answer; `size` is announced where the body is left out (HEAD)."""
-    data = body.encode() if isinstance(body, str) else body
-    await _start(send, status, headers, content_type, len(data) if size is None else size)
-    await send({"type": "http.response.body", "body": data, "more_body": False})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

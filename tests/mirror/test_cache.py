@@ -1,5 +1,6 @@
 """Blobs on disk: bounded, least recently used out first, and never wrong."""
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,11 @@ def read(cache: DiskCache, digest: str, *, suspect: bool = False) -> bytes | Non
 
 
 def on_disk(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("*/*"))
+    total = 0
+    for path in directory.glob("*/*"):
+        with contextlib.suppress(FileNotFoundError):  # renamed or evicted meanwhile
+            total += path.stat().st_size
+    return total
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
