@@ -6,8 +6,8 @@
 
 Measured: how long a request takes at the store and at a mirror, how many requests and bytes a second of a mirror's
 processor is good for (it has one for itself here). Assumed: round trips between regions, bandwidths, prices (`World`,
-`Prices`). Every island, mirror, request and transfer is simulated; transfers that share a link share it fairly. A mirror
-sends an object when it has it whole, as the real one does. Decoding and swapping are not part of the latency.
+`Prices`). Every island, mirror, request and transfer is simulated; transfers that share a link share it fairly. A
+mirror sends an object when it has it whole, as the real one does. Decoding and swapping are not part of the latency.
 """
 
 from __future__ import annotations
