@@ -6,9 +6,10 @@
 
 A real SeaweedFS server, a real `sprawl mirror` process, real versions published with the library's publisher. Readers
 poll as islands on object storage do (every second), or hold one request open at the mirror. `latency` is from the
-commit of a version to its delta, checked, in a reader's hands. `store` counts what readers and mirror asked of the object
-store, the publisher's own requests left out. What a mirror gets through is counted per second of its processor time, as
-readers, store and mirror share this machine. The measured times then feed the simulation of benchmarks.fanout_model.
+commit of a version to its delta, checked, in a reader's hands. `store` counts what readers and mirror asked of the
+object store, the publisher's own requests left out. What a mirror gets through is counted per second of its processor
+time, as readers, store and mirror share this machine. The measured times then feed the simulation of
+benchmarks.fanout_model.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from sprawl.mirror.registry import discover
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 300.0  # for better mirrors, while there is one
-LOOK_FOR_ANY_S = 15.0  # while there is none
+LOOK_FOR_ANY_S = 15.0  # while there is none; doubled while none is found, up to LOOK_AGAIN_S
 
 
 class Choice:
@@ -36,6 +36,7 @@ class Choice:
         self._rested_until: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self._look_at = 0.0
+        self._in_vain = 0  # looks in a row that found none
 
     def first(self) -> Mirror | None:
         """The mirror to ask; None: ask the board."""
@@ -82,7 +83,8 @@ class Choice:
                             self._rested_until.pop(record.mirror_id, None)  # a new life, a new chance
                         self._lives[record.mirror_id] = life
                     self._mirrors = [Mirror(self._client, r.mirror_id, r.url, slowest=self._slowest) for r in records]
-                pause = LOOK_AGAIN_S if self._mirrors else LOOK_FOR_ANY_S
+                pause = LOOK_AGAIN_S if self._mirrors else min(LOOK_AGAIN_S, LOOK_FOR_ANY_S * 2**self._in_vain)
+                self._in_vain = 0 if self._mirrors else min(self._in_vain + 1, 10)
                 self._look_at = time.monotonic() + pause * random.uniform(0.8, 1.2)
         finally:
             self._looking.release()

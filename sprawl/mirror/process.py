@@ -21,7 +21,7 @@ from sprawl.errors import SprawlError
 from sprawl.listening import is_loopback, listen_on, url_of
 from sprawl.mirror.cache import DiskCache
 from sprawl.mirror.http import HttpServer
-from sprawl.mirror.registry import register, unregister
+from sprawl.mirror.registry import forget_lost, register, unregister
 from sprawl.mirror.relay import Relay
 from sprawl.mirror.server import Answers
 
@@ -136,6 +136,10 @@ class _Mirror:
         )
 
     async def _heartbeats(self) -> None:
+        try:
+            await asyncio.to_thread(forget_lost, self._board, self._settings.region)
+        except (SprawlError, OSError) as error:
+            log.warning("records of lost mirrors stay: %s", error)
         while True:
             try:
                 await asyncio.to_thread(register, self._board, self._record())

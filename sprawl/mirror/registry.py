@@ -14,6 +14,7 @@ from sprawl.board.records import MirrorRecord
 from sprawl.board.store import MissingKey, Store
 from sprawl.errors import SprawlError
 
+FORGET_AFTER_S = 3600.0
 MAX_FOREIGN = 2  # mirrors of other regions that are looked at when the own one has none
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -35,6 +36,17 @@ def register(board: Store, record: MirrorRecord) -> None:
 
 def unregister(board: Store, record: MirrorRecord) -> None:
     board.delete(keys.mirror(record.region, record.mirror_id))
+
+
+def forget_lost(board: Store, region: str) -> None:
+    """Delete the records of mirrors of a region that were killed long ago. Raises BoardError."""
+    for key in board.list(f"{keys.MIRRORS}{region}/"):
+        try:
+            record = MirrorRecord.model_validate_json(board.get(key))
+        except (MissingKey, ValidationError):
+            continue  # of a newer release, maybe
+        if time.time() - record.heartbeat_at > FORGET_AFTER_S:
+            board.delete(key)
 
 
 def is_live(record: MirrorRecord, now: float) -> bool:

@@ -6,7 +6,7 @@ from sprawl.board import keys
 from sprawl.board.ledger import list_runs
 from sprawl.board.records import MirrorRecord
 from sprawl.board.store import MemoryStore, Store
-from sprawl.mirror.registry import discover, mirrors, register, unregister
+from sprawl.mirror.registry import discover, forget_lost, mirrors, register, unregister
 
 
 def record(region: str, mirror_id: str, age_s: float = 0.0) -> MirrorRecord:
@@ -43,6 +43,11 @@ def test_lost_ones_and_nonsense_are_left_out() -> None:
     )
     assert orders(board, "east") == {("c",)}
     assert [r.mirror_id for r in mirrors(board)] == ["c"]
+    register(board, record("east", "old", age_s=7200))
+    register(board, record("west", "old", age_s=7200))
+    forget_lost(board, "east")
+    assert board.children(".mirrors/east/") == ["a.json", "c.json", "newer.json", "odd.json"]
+    assert board.children(".mirrors/west/") == ["old.json"]
     unregister(board, record("east", "c"))
     assert orders(board, "east") == {()}
     assert list_runs(board) == []
