@@ -74,7 +74,7 @@ class Mirror:
                 if size > MAX_MANIFEST_BYTES:
                     raise WrongBytes(self.url, f"a manifest of {size} bytes", WRONG_REST_S)
                 return self._body(answer, size)[0]
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client was closed
             raise self._trouble(error) from None
 
     def blob(self, key: BlobKey, size: int) -> bytes:
@@ -109,7 +109,7 @@ class Mirror:
                     if announced != size:
                         raise WrongBytes(self.url, f"{key.key} has {announced} bytes, not {size}", WRONG_REST_S)
                     data, digest = self._body(answer, size)
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client was closed
                 raise self._trouble(error) from None
             if digest != key.digest:
                 raise WrongBytes(self.url, f"what it sent as {key.key} has digest {digest}", WRONG_REST_S)
@@ -165,5 +165,5 @@ class Mirror:
             raise errors[0]
         return results[0]
 
-    def _trouble(self, error: httpx.HTTPError) -> MirrorProblem:
+    def _trouble(self, error: Exception) -> MirrorProblem:
         return MirrorProblem(self.url, f"{type(error).__name__}: {error}".rstrip(": "))

@@ -118,6 +118,7 @@ class MirroredStore:
 
     def close(self) -> None:
         """Stop waiting for versions. The board stays open."""
+        self.notify = None
         with self._lock:
             for watch in self._watches.values():
                 watch.close()
@@ -221,8 +222,9 @@ class MirroredStore:
             self._hold(key.key, data)
             with self._lock:
                 self.mirror_bytes += len(data)
-        if self.notify is not None:
-            self.notify()
+        notify = self.notify
+        if notify is not None:
+            notify()
         return vouched
 
     # --- the board, and what it said a moment ago ---

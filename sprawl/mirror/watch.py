@@ -90,6 +90,8 @@ class Watch:
             try:
                 self._ask(mirror, target)
             except MirrorProblem as problem:
+                if self._closed:
+                    return
                 self._stop_holding()
                 self._choice.failed(mirror, problem)
 

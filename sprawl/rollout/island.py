@@ -104,6 +104,8 @@ class Island:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if isinstance(self.reader.store, MirroredStore):
+                self.reader.store.close()
 
     async def _wait_for_first_version(self) -> bool:
         """True once the run has a version; False when asked to stop before."""
