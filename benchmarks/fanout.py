@@ -1,6 +1,6 @@
 """Many readers of one board: an object store alone, and with a mirror in front of it.
 
-    python -m benchmarks.fanout                1,000 readers, 12 versions, three ways (about 5 minutes)
+    python -m benchmarks.fanout                1,000 readers, 6 versions, three ways (about 7 minutes)
     python -m benchmarks.fanout --quick        100 readers, 4 versions: under 60 s
     python -m benchmarks.fanout --json         one JSON object
 
@@ -58,7 +58,7 @@ class Size:
     poll_s: float = 1.0
 
 
-FULL = Size(readers=1000, processes=2, versions=12, interval_s=5.0)
+FULL = Size(readers=1000, processes=2, versions=6, interval_s=15.0)
 QUICK = Size(readers=100, processes=1, versions=4, interval_s=1.5)
 
 
