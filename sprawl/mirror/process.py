@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from sprawl.listening import is_loopback, listen_on, url_of
 from sprawl.mirror.cache import DiskCache
 from sprawl.mirror.http import HttpServer
 from sprawl.mirror.registry import forget_lost, register, unregister
-from sprawl.mirror.relay import Relay
+from sprawl.mirror.relay import FETCHES, Relay
 from sprawl.mirror.server import Answers
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ class _Mirror:
 
     async def run(self, parent: int) -> None:
         loop = asyncio.get_running_loop()
+        # Fetches that take minutes must not keep heartbeats and looks for versions waiting.
+        loop.set_default_executor(ThreadPoolExecutor(FETCHES + 12, thread_name_prefix="board"))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         relay = Relay(self._board, self._cache, poll_s=POLL_S)
