@@ -21,9 +21,7 @@ from pathlib import Path
 
 import click
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from sprawl.errors import SprawlError
+from pydantic import BaseModel, ConfigDict, Field
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Measured:
 
 
 class Prices(BaseModel):
-    """List prices in dollars. Before discounts, and without free tiers."""
+    """List prices in dollars as a large provider asks in its cheapest American region (2026), before discounts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -316,31 +314,25 @@ def table(rows: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--measured", "measured_file", type=_FILE, required=True, help="What `benchmarks.fanout --json` printed.")
+@click.option("--prices", "prices_file", type=_FILE, default=None, help="Other prices: JSON with fields of Prices.")
 @click.option(
-    "--measured",
-    "measured_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    required=True,
-    help="What `benchmarks.fanout --json` printed.",
-)
-@click.option(
-    "--prices",
-    "prices_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=None,
-    help="Other prices: JSON with fields of Prices.",
+    "--board-gbit", type=click.FloatRange(min=1), default=1000, show_default=True, help="What a bucket sends."
 )
 @click.option("--quick", is_flag=True, help="1,000 islands.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(measured_file: Path, prices_file: Path | None, quick: bool, as_json: bool) -> None:
+def main(measured_file: Path, prices_file: Path | None, board_gbit: float, quick: bool, as_json: bool) -> None:
     """Simulate how a version reaches 10,000 islands in 12 regions, and its price."""
     try:
         found = Measured(**json.loads(measured_file.read_text())["measured"])
         prices = Prices.model_validate_json(prices_file.read_text()) if prices_file else Prices()
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
-        raise SprawlError(f"{measured_file} or {prices_file} is not what was expected: {error}") from None
-    rows = outcomes(found, World(), prices, islands=1000 if quick else 10_000)
+    except (ValueError, KeyError, TypeError) as error:
+        raise click.ClickException(f"not what was expected: {error}") from None
+    rows = outcomes(found, World(board_rate=board_gbit * 1e9 / 8), prices, islands=1000 if quick else 10_000)
     if as_json:
         click.echo(json.dumps({"prices": prices.model_dump(), "simulated": [asdict(row) for row in rows]}))
     else:
