@@ -36,7 +36,8 @@ class Measured:
 
 
 class Prices(BaseModel):
-    """List prices in dollars as a large provider asks in its cheapest American region (2026), before discounts."""
+    """List prices in dollars, before discounts and free tiers: AWS, us-east-1, as quoted by the pages that
+    docs/results.md names (looked up 2026-11-30). Check them, or bring your own with --prices."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

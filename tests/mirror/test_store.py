@@ -17,6 +17,7 @@ from sprawl.board.signing import Signer, Trust, generate
 from sprawl.board.store import MissingKey, Store, open_store
 from sprawl.board.verify import verify_board
 from sprawl.delta.state import root_digest, tensor_digests
+from sprawl.mirror.objects import ManifestKey
 from sprawl.mirror.store import MirroredStore, through_mirrors
 from tests.board.states import RUN, publisher, state_of
 from tests.mirror.support import Line, Reads, behind_a_line, metric, put_blob, running, wait_for
@@ -229,6 +230,21 @@ def test_a_version_that_was_never_published_is_not_believed(place: str, tmp_path
         wait_for(lambda: reader.manifest(1) is not None, 20)
         reader.advance(served, 1)
         assert served.root == root_digest(tensor_digests(state_of(1)))
+
+
+def test_a_signed_version_does_not_pass_for_another(place: str, tmp_path: Path) -> None:
+    """A mirror could send an older manifest, or that of another run: signed by the right key, and still wrong."""
+    with setting(place, tmp_path, signed=True) as here:
+        for version in range(2):
+            here.publish(version)
+        store = here.store()
+        old, new = (ManifestKey(keys.manifest(RUN, version), RUN, version) for version in range(2))
+        data = here.writer_board.get(old.key)
+        assert store._vouched(old, data)
+        assert not store._vouched(new, data)
+        assert not store._vouched(ManifestKey(keys.manifest("run-2", 0), "run-2", 0), data)
+        assert not store._vouched(old, data.replace(b'"step":0', b'"step":1'))
+        assert not store._vouched(old, b"{}")
 
 
 def test_no_mirror_no_difference(place: str, tmp_path: Path) -> None:
