@@ -23,6 +23,7 @@ COMMANDS = {
     "delta": "sprawl.commands.delta:delta",
     "sidecar": "sprawl.commands.serve:sidecar",
     "island": "sprawl.commands.serve:island",
+    "mirror": "sprawl.commands.mirror:mirror",
     "anchor": "sprawl.commands.anchor:anchor",
 }
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 LATEST = "latest.json"
 
 
+MIRRORS = ".mirrors/"  # of the board, not of a run; the dot keeps it out of listings of runs
+
+
+def mirror(region: str, mirror_id: str) -> str:
+    return f"{MIRRORS}{region}/{mirror_id}.json"
+
+
 def run(run_id: str) -> str:
     return f"{run_id}/run.json"
 

@@ -159,3 +159,16 @@ class IslandRecord(Record):
     versions_applied: int = Field(0, description="Versions this island has put into service.")
     versions_verified: int = Field(0, description="Of those, rebuilt ones whose root digest equalled the manifest's.")
     last_error: str | None = None
+
+
+class MirrorRecord(Record):
+    """.mirrors/<region>/<id>.json: heartbeat of a relay of the whole board, overwritten. One older than 3 intervals is
+    lost. Readers check what a mirror says and fall back to the board, so a stale or false record costs a request."""
+
+    mirror_id: str
+    region: str
+    url: str = Field(description="Base URL of the relay.")
+    started_at: float
+    heartbeat_at: float
+    interval_s: float
+    pid: int | None = None

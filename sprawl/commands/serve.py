@@ -47,6 +47,8 @@ _OPTIONS = [
                  help="Matmul dtype. Default: the run's rollout.compute_dtype."),
     click.option("--tls-cert", default=None, metavar="FILE", help="Certificate (PEM): serve https."),
     click.option("--tls-key", default=None, metavar="FILE", help="Its private key (PEM)."),
+    click.option("--region", default=None, envvar="SPRAWL_REGION", show_envvar=True,
+                 help="Read versions through the mirrors of this region (sprawl mirror); default: from the board."),
     click.option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends."),
 ]  # fmt: skip
 

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from sprawl.board.records import IslandRecord, RunRecord
 from sprawl.board.signing import environment_trust
 from sprawl.board.store import open_store
 from sprawl.errors import BoardError, SprawlError
+from sprawl.mirror.store import MirroredStore, through_mirrors
 from sprawl.rollout.assembly import Parts, assemble
 from sprawl.rollout.engines import work_directory
 from sprawl.rollout.gate import Gate
@@ -55,7 +57,8 @@ def run_island(settings: IslandSettings, listener: socket.socket, parent: int, s
         store = open_store(settings.board)
         run_id = resolve_run(store, settings.run_id or "latest")
         ledger = Ledger(store, run_id)
-        reader = VersionReader(store, run_id, trust=environment_trust())
+        trust = environment_trust()
+        reader = VersionReader(through_mirrors(store, settings.region, trust), run_id, trust=trust)
         island = Island(settings, ledger, ledger.run(), reader, listener, say)
         with work_directory(settings, run_id) as directory:
             island.work_dir = directory
@@ -99,6 +102,8 @@ class Island:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if isinstance(self.reader.store, MirroredStore):
+                self.reader.store.close()
 
     async def _wait_for_first_version(self) -> bool:
         """True once the run has a version; False when asked to stop before."""
@@ -122,6 +127,8 @@ class Island:
         settings = self.settings
         parts = await asyncio.to_thread(assemble, settings, self.record, self.reader, self.work_dir, own=True)
         wake = asyncio.Event()
+        if isinstance(self.reader.store, MirroredStore):
+            self.reader.store.notify = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
         gate = Gate(settings.commit_mode, wake, run_id=self.record.run_id)
         self.service = Service(
             island_id=self.island_id,
@@ -211,7 +218,7 @@ class Island:
         follows the board; the run left behind is not followed any more."""
         assert self._parts is not None
         before = self._parts
-        reader = VersionReader(self.ledger.store, record.run_id, trust=environment_trust())
+        reader = VersionReader(self.reader.store, record.run_id, trust=environment_trust())
         before.equipment.copy.close()  # its directory is the next one's; what it holds can still be read
         try:
             parts = await asyncio.to_thread(assemble, self.settings, record, reader, self.work_dir, own=False)

@@ -3,14 +3,13 @@ anything heavy is loaded."""
 
 from __future__ import annotations
 
-import errno
-import ipaddress
 import socket
 import ssl
 from dataclasses import dataclass
 from typing import Literal
 
 from sprawl.errors import SprawlError
+from sprawl.listening import is_loopback, listen_on, url_of
 from sprawl.rollout.gate import CommitMode
 from sprawl.rollout.targets import Follow
 
@@ -36,21 +35,12 @@ class IslandSettings:
     engine_args: str = ""  # more arguments for an engine that is a server of its own
     cache: str | None = None  # where the checkpoint is kept on disk; None: see `engines.work_directory`
     follow_latest_run: bool = False
+    region: str | None = None  # read through the mirrors of this region; None: the board only
     exit_with_parent: bool = False
     token: str | None = None
     insecure: bool = False  # reachable from outside without a token
     tls_cert: str | None = None
     tls_key: str | None = None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def bind(settings: IslandSettings) -> socket.socket:
@@ -68,23 +58,7 @@ def bind(settings: IslandSettings) -> socket.socket:
         raise SprawlError(
             f"host {host} is no address that others could use", "say where they reach it with --advertise-url"
         )
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror:
-        raise SprawlError(f"host {host} does not resolve", "give an address of this machine with --host") from None
-    listener = socket.socket(family, kind)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise SprawlError(
-                f"port {port} on {host} is taken", "choose another with --port, or --port 0 for any free one"
-            ) from None
-        raise SprawlError(f"cannot listen on {host} port {port}: {error.strerror}", "see --host and --port") from None
-    return listener
+    return listen_on(host, port, option="--port", any_port="--port 0")
 
 
 def _check_tls(settings: IslandSettings) -> None:
@@ -107,6 +81,4 @@ def base_url(settings: IslandSettings, listener: socket.socket) -> str:
     """The URL others are told: the advertised one, else the address the socket listens on."""
     if settings.advertise_url is not None:
         return settings.advertise_url.rstrip("/")
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    scheme = "https" if settings.tls_cert else "http"
-    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+    return url_of(settings.host, listener, tls=settings.tls_cert is not None)

