@@ -201,7 +201,7 @@ class Decoder(nn.Module):
         """Take the weights of a served view, converted to `compute_dtype` (bf16 -> fp32 is exact).
 
         Values are copied, so later changes of `state` are not seen. Raises IntegrityError when a name is missing,
-        unknown, or has another shape.
+        unknown, or has another shape; nothing was taken then.
         """
         self.to(compute_dtype)
         parameters = dict(self.named_parameters())
@@ -214,4 +214,5 @@ class Decoder(nn.Module):
         for name, parameter in parameters.items():
             if parameter.shape != state[name].shape:
                 raise IntegrityError(f"{name}: shape {tuple(state[name].shape)}, model has {tuple(parameter.shape)}")
+        for name, parameter in parameters.items():
             parameter.copy_(state[name])
