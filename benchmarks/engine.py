@@ -166,9 +166,8 @@ def engine(quick: bool, as_json: bool, threads: int) -> None:
     if as_json:
         click.echo(json.dumps({"threads": threads, "rows": [asdict(row) for row in rows]}))
         return
-    click.echo(
-        "| model | requests x samples | prompt + new | lockstep | continuous | ratio (least - most) |\n|---|---|---|---|---|---|"
-    )
+    click.echo("| model | requests x samples | prompt + new | lockstep | continuous | ratio (least - most) |")
+    click.echo("|---|---|---|---|---|---|")
     for row in rows:
         case = row.case
         click.echo(

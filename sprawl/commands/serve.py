@@ -29,6 +29,13 @@ _OPTIONS = [
                  help="in_place: requests in flight continue with the new weights; quiesce: they finish first."),
     click.option("--max-wait", "max_wait_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
                  help="Seconds a request may wait for its version before it gets a 409."),
+    click.option("--engine", default=None,
+                 help="torch: inside this process; vllm: a vLLM server of its own. Default: the run's rollout.engine."),
+    click.option("--engine-args", default="", metavar="ARGS",
+                 help='More of the engine\'s own command line, for example "--tensor-parallel-size 2".'),
+    click.option("--work-dir", type=click.Path(file_okay=False), default=None,
+                 help="Where an engine that reads files keeps its checkpoint, and finds it after a restart. Default: "
+                      ".sprawl/islands/RUN/ID with --island-id, else a temporary one."),
     click.option("--threads", type=click.IntRange(min=1), default=None,
                  help="Threads of the engine. Default: the run's threads.island."),
     click.option("--compute-dtype", type=click.Choice(["float32", "bfloat16"]), default=None,
@@ -61,6 +68,8 @@ def island(**options: Any) -> None:
       sprawl island
     On another machine, against a board in object storage:
       SPRAWL_TOKEN=... sprawl island --board s3://bucket/runs --run-id RUN --host 10.0.0.7 --port 8300
+    With vLLM as its engine:
+      sprawl island --engine vllm --engine-args "--max-num-seqs 64"
     What it serves:
       sprawl sidecar --help
     """

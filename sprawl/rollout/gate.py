@@ -40,6 +40,10 @@ class GateClosed(Exception):
     """Nothing is served any more (terminal failure or draining) or nothing is served yet: 503."""
 
 
+class CommitUndone(Exception):
+    """A commit failed and everything is as it was before: the old version is served on."""
+
+
 @dataclass(frozen=True)
 class Ticket:
     """Leave to generate. `version` is the one applied at admission; a swap during generation may raise it."""
@@ -110,6 +114,12 @@ class GateState:
         self.committing = False
         self.withdraw()
 
+    def abandon(self) -> None:
+        """The commit that was begun is not to be."""
+        assert self.committing
+        self.committing = False
+        self.withdraw()
+
     def withdraw(self) -> None:
         self.pending, self.overdue = None, False
 
@@ -154,7 +164,8 @@ class Gate:
     async def commit(self, version: int, install: Callable[[], Awaitable[None]]) -> None:
         """Wait until every active request lets `version` in, then run `install` with admission shut.
 
-        An exception of `install` closes the gate for good: what it left behind is not known.
+        An exception of `install` closes the gate for good: what it left behind is not known. Only CommitUndone says
+        that it is, and leaves the gate open at the old version.
         """
         self.state.propose(version)
         self._notify()
@@ -163,6 +174,9 @@ class Gate:
             self.state.begin()
             try:
                 await install()
+            except CommitUndone:
+                self.state.abandon()
+                raise
             except BaseException as error:
                 self.close(f"version {version} could not be put into service: {error}")
                 raise

@@ -17,9 +17,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import uvicorn
 
 from sprawl.board.ledger import Ledger, resolve_run
@@ -29,12 +29,12 @@ from sprawl.board.signing import environment_trust
 from sprawl.board.store import open_store
 from sprawl.errors import BoardError, SprawlError
 from sprawl.policy.tokenizer import Tokenizer
+from sprawl.rollout.engines import EngineContext, equip, work_directory
 from sprawl.rollout.gate import Gate
 from sprawl.rollout.listen import IslandSettings, base_url
 from sprawl.rollout.reconciler import Follow, Reconciler
 from sprawl.rollout.service import Service
 from sprawl.rollout.sidecar import build_app
-from sprawl.rollout.torch_engine import TorchEngine
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ def run_island(settings: IslandSettings, listener: socket.socket, parent: int, s
         ledger = Ledger(store, run_id)
         reader = VersionReader(store, run_id, trust=environment_trust())
         island = Island(settings, ledger, ledger.run(), reader, listener, say)
-        return asyncio.run(island.run(parent))
+        with work_directory(settings, run_id) as directory:
+            island.work_dir = directory
+            return asyncio.run(island.run(parent))
     finally:
         listener.close()
 
@@ -82,6 +84,7 @@ class Island:
     started_at: float = field(default_factory=time.time)
     service: Service | None = None
     draining: bool = False
+    work_dir: Path = field(default_factory=Path)
 
     def __post_init__(self) -> None:
         self.island_id = self.settings.island_id or f"island-{secrets.token_hex(3)}"
@@ -123,16 +126,25 @@ class Island:
     async def _assemble(self) -> Service:
         rollout = self.record.config.get("rollout", {})
         settings = self.settings
-        torch.set_num_threads(settings.threads or self.record.config.get("threads", {}).get("island", 1))
+        threads = settings.threads or self.record.config.get("threads", {}).get("island", 1)
         files = await asyncio.to_thread(self.reader.files)
         tokenizer = Tokenizer.from_files(files)
-        dtype = settings.compute_dtype or rollout.get("compute_dtype", "float32")
-        engine = await asyncio.to_thread(TorchEngine.from_files, files, tokenizer, compute_dtype=dtype)
+        context = EngineContext(
+            run_id=self.record.run_id,
+            files=files,
+            tokenizer=tokenizer,
+            compute_dtype=settings.compute_dtype or rollout.get("compute_dtype", "float32"),
+            threads=threads,
+            arguments=settings.engine_args,
+            work_dir=self.work_dir,
+        )
+        equipment = await asyncio.to_thread(equip, settings.engine or rollout.get("engine", "torch"), context)
+        engine = equipment.engine
         wake = asyncio.Event()
         gate = Gate(settings.commit_mode, wake)
         follow: Follow = settings.follow or rollout.get("follow", "eager")
         poll_s = 1.0 if _is_remote(settings.board) else 0.2
-        reconciler = Reconciler(self.reader, engine, gate, follow=follow, wake=wake, poll_s=poll_s)
+        reconciler = Reconciler(self.reader, engine, gate, follow=follow, wake=wake, poll_s=poll_s, copy=equipment.copy)
         self.service = Service(
             island_id=self.island_id,
             run_id=self.record.run_id,

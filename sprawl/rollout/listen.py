@@ -30,6 +30,9 @@ class IslandSettings:
     max_wait_s: float = 30.0
     threads: int | None = None
     compute_dtype: Literal["float32", "bfloat16"] | None = None
+    engine: str | None = None
+    engine_args: str = ""  # more arguments for an engine that is a server of its own
+    work_dir: str | None = None  # where such an engine keeps its checkpoint; None: see `engines.work_directory`
     exit_with_parent: bool = False
     token: str | None = None
     tls_cert: str | None = None

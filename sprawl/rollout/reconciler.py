@@ -2,8 +2,9 @@
 
 `next_target` decides, purely; `Reconciler` does. Downloading, decoding and a first digest check happen outside the gate
 and touch nothing; patching, the check of what was patched and the engine's swap happen inside. A failure before
-anything was touched is retried while the old version is served on; a failure after that is terminal, because nobody
-can vouch for the state.
+anything was touched is retried while the old version is served on. When the engine refuses a version, the patch is
+undone, the engine begins anew with the old version, and the refused one is stepped over. Any other failure is terminal,
+because nobody can vouch for the state.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from sprawl.errors import BoardError, IntegrityError, SprawlError
-from sprawl.rollout.engine import Engine
-from sprawl.rollout.gate import Gate, GateClosed
+from sprawl.rollout.engine import Engine, EngineError
+from sprawl.rollout.gate import CommitUndone, Gate, GateClosed
+from sprawl.rollout.host_copy import HostCopy, MemoryCopy
 from sprawl.rollout.wire import ServerState, VersionPolicy
 
 if TYPE_CHECKING:
-    from sprawl.board.reader import Prepared, Served, VersionReader
+    from sprawl.board.manifest import Manifest
+    from sprawl.board.reader import Served, VersionReader
 
 Follow = Literal["demand", "eager"]
 
@@ -72,6 +76,7 @@ class Reconciler:
         follow: Follow,
         wake: asyncio.Event,
         poll_s: float = 0.2,
+        copy: HostCopy | None = None,
     ) -> None:
         self.follow: Follow = follow
         self.state: ServerState = "IDLE"
@@ -87,7 +92,10 @@ class Reconciler:
         self._gate = gate
         self._wake = wake
         self._poll_s = poll_s
+        self._copy: HostCopy = copy or MemoryCopy()
         self._served: Served | None = None
+        self._manifest: Manifest | None = None  # of what is served
+        self._refused: tuple[int, str] | None = None  # the version that the engine would not take, and why
         self._failures = 0  # in a row, of any kind
         self._broken = 0  # of those, bytes that were not what a digest promised
         self._looked_at = float("-inf")
@@ -103,9 +111,12 @@ class Reconciler:
             self._wake.clear()
             nap = self._poll_s
             try:
+                if await self._engine_fails():
+                    return
                 if await self.advance():
                     nap = 0.0
-                self._failures, self._broken, self.last_error = 0, 0, None
+                self._failures, self._broken = 0, 0
+                self.last_error = self._refused[1] if self._refused is not None else None
             except GateClosed:
                 return
             except Exception as error:
@@ -132,7 +143,9 @@ class Reconciler:
             return False
         head = await self._head(applied)
         target = next_target(self.follow, applied, head, self._gate.waiting)
-        if target is None:
+        if self._refused is not None and target == self._refused[0]:
+            target = target + 1 if head is not None and head > target else None
+        if target is None or self._engine.trouble() is not None:
             return False
         if self._served is None:
             await self._materialise(target)
@@ -172,74 +185,124 @@ class Reconciler:
         return await asyncio.to_thread(self._reader.manifest, version) is not None
 
     async def _materialise(self, version: int) -> None:
-        """Rebuild a whole state beside the one in service, then exchange them."""
+        """Rebuild a whole state beside the one in service, then exchange them. A copy that a former life left makes the
+        first one cheap."""
         started = time.monotonic()
         self.state = "FETCHING"
         manifest = await asyncio.to_thread(self._reader.manifest, version)
         if manifest is None:
             raise BoardError(f"version {version} is no longer on the board")
-        served = await asyncio.to_thread(self._reader.materialise, version)
+        left = await asyncio.to_thread(self._copy.open) if self._served is None else None
+        build: Callable[[], Served]
+        if left is not None and left.version == version and left.root == manifest.root_digest:
+            build = partial(_same, left)
+        elif left is not None and left.version < version:
+            prepared = await asyncio.to_thread(self._reader.prepare, left, version)
+            build = partial(self._copy.step, self._reader, prepared)
+        else:
+            served = await asyncio.to_thread(self._reader.materialise, version)
+            build = partial(self._copy.replace, served)
         self.prepare_seconds += time.monotonic() - started
-
-        async def verified() -> Served:
-            return served
-
-        await self._commit(version, manifest.root_digest, verified)
+        await self._commit(manifest, build, None)
 
     async def _patch(self, served: Served, version: int) -> None:
         """One step of the chain: decode against the intact base, then patch the host copy inside the gate."""
+        from sprawl.board.reader import Prepared  # heavy, and this module is imported to check settings too
+        from sprawl.delta.compose import inverse
+
         started = time.monotonic()
         self.state = "FETCHING"
-        prepared: Prepared = await asyncio.to_thread(self._reader.prepare, served, version)
+        prepared = await asyncio.to_thread(self._reader.prepare, served, version)
         # While the old version is still served: what does not give the published state is found before it is touched.
         await asyncio.to_thread(self._reader.check, served, prepared)
+        assert self._manifest is not None
+        back = Prepared(
+            version=served.version,
+            base_version=version,
+            base_root=prepared.manifest.root_digest,
+            manifest=self._manifest,
+            overwrites=await asyncio.to_thread(inverse, served.state, prepared.overwrites),
+            bytes=0,
+        )
         self.prepare_seconds += time.monotonic() - started
+        await self._commit(
+            prepared.manifest,
+            partial(self._copy.step, self._reader, prepared),
+            partial(self._copy.step, self._reader, back),
+        )
 
-        async def patched() -> Served:
-            await asyncio.to_thread(self._reader.commit, served, prepared)
-            return served
-
-        await self._commit(version, prepared.manifest.root_digest, patched)
-
-    async def _commit(self, version: int, root: str, build: Callable[[], Awaitable[Served]]) -> None:
-        """Take `version` through the gate. `build` yields its state, and may change the host copy to make it; what
-        it yields must have the published `root` digest."""
+    async def _commit(self, manifest: Manifest, build: Callable[[], Served], undo: Callable[[], Served] | None) -> None:
+        """Take a version through the gate. `build` makes its state out of the host copy, which must have the published
+        root digest then; `undo` takes the host copy back."""
         self.state = "STAGING"
-        before = dict(self._served.digests) if self._served is not None else None
+        version = manifest.version
 
         async def install() -> None:
             self.state = "COMMITTING"
-            served = await build()
-            if served.version != version or served.root != root:
-                raise IntegrityError(f"version {version}: the rebuilt state is not the published one")
-            if before is None:
+            before = dict(self._served.digests) if self._served is not None else None
+            served = await asyncio.to_thread(build)
+            _check(served, manifest)
+            try:
+                await self._exchange(served, before)
+            except EngineError as error:
+                if undo is None:
+                    raise
+                assert self._manifest is not None
+                served = await asyncio.to_thread(undo)
+                _check(served, self._manifest)
                 await self._engine.load(served)
-            else:
-                changed = {name for name, digest in served.digests.items() if before.get(name) != digest}
-                started = time.monotonic()
-                await self._engine.pause()
-                await self._engine.swap(served, changed)
-                await self._engine.resume()
-                self.pause_seconds += time.monotonic() - started
-            self._served = served
+                self._served = served
+                raise CommitUndone(f"version {version} is not served, {served.version} is: {error}") from error
+            self._served, self._manifest, self._refused = served, manifest, None
 
         try:
             await self._gate.commit(version, install)
         except GateClosed:
             raise
+        except CommitUndone as error:
+            self._refused = version, str(error)
+            raise
         except Exception as error:
-            await self._fail(version, error)
+            await self._fail(f"version {version} could not be put into service: {_describe(error)}")
             raise
         self.versions_applied += 1
         self.versions_verified += 1  # the root digest was compared above
         self.state = "IDLE"
 
-    async def _fail(self, version: int, error: Exception) -> None:
+    async def _exchange(self, served: Served, before: dict[str, str] | None) -> None:
+        if before is None:
+            await self._engine.load(served)
+            return
+        changed = {name for name, digest in served.digests.items() if before.get(name) != digest}
+        started = time.monotonic()
+        await self._engine.pause()
+        await self._engine.swap(served, changed)
+        await self._engine.resume()
+        self.pause_seconds += time.monotonic() - started
+
+    async def _engine_fails(self) -> bool:
+        """Whether the engine is gone for good; the island then leaves the rotation."""
+        trouble = self._engine.trouble()
+        if trouble is None or not trouble.terminal:
+            return False
+        self._gate.close(trouble.message)
+        await self._fail(trouble.message)
+        return True
+
+    async def _fail(self, why: str) -> None:
         self.state = "ERROR"
-        self.terminal_error = f"version {version} could not be put into service: {_describe(error)}"
-        self.last_error = self.terminal_error
-        log.error("%s; this island leaves the rotation", self.terminal_error)
+        self.terminal_error = self.last_error = why
+        log.error("%s; this island leaves the rotation", why)
         await self._engine.close()  # requests frozen in the middle end now, and are retried elsewhere
+
+
+def _same(served: Served) -> Served:
+    return served
+
+
+def _check(served: Served, manifest: Manifest) -> None:
+    if served.version != manifest.version or served.root != manifest.root_digest:
+        raise IntegrityError(f"version {manifest.version}: the rebuilt state is not the published one")
 
 
 def _describe(error: Exception) -> str:

@@ -24,7 +24,8 @@ from sprawl.policy.decoder import Layer
 from sprawl.rollout.batching.kernels import attend
 from sprawl.rollout.batching.pages import PAGE, PagePool, pages_for
 
-SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
+BASE = 8
+SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
 @dataclass(eq=False)
@@ -126,15 +127,13 @@ def row_sizes(arch: Architecture, dtype: torch.dtype, threads: int) -> tuple[int
 
 
 def invariant_sizes(compute: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[int, ...]:
-    """Those of `SIZES` at which `compute`, [n, H] -> [n, V], gives every row the bits it has at the smallest such size,
-    in its own place and in others. rows: [SIZES[-1], H]."""
-    found: list[int] = []
-    expected = torch.empty(0)
-    for size in SIZES:
-        if not found:  # the smallest size says what is right, eight rows at a time
-            expected = torch.cat([compute(part) for part in rows[: len(rows) // size * size].split(size)])
-        shifts = (0, 1, size // 2 + 1)
-        moved = [compute(rows[:size].roll(shift, 0).contiguous()).roll(-shift, 0) for shift in shifts]
-        if all(torch.equal(result, expected[:size]) for result in moved):
-            found.append(size)
-    return tuple(found)
+    """Those of `SIZES` at which `compute`, [n, H] -> [n, V], gives every row the bits that it has in a block of `BASE`
+    rows, in its own place and in others. rows: [SIZES[-1], H]."""
+    expected = torch.cat([compute(part) for part in rows.split(BASE)])
+
+    def agrees(size: int) -> bool:
+        moved = (compute(rows[:size].roll(by, 0)).roll(-by, 0) for by in (0, 1, size // 2 + 1))
+        return all(torch.equal(result, expected[:size]) for result in moved)
+
+    found = tuple(size for size in SIZES if agrees(size))
+    return found if BASE in found else ()
