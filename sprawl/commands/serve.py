@@ -30,7 +30,7 @@ _OPTIONS = [
     click.option("--max-wait", "max_wait_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
                  help="Seconds a request may wait for its version before it gets a 409."),
     click.option("--engine", default=None,
-                 help="torch: inside this process; vllm: a vLLM server of its own. Default: the run's rollout.engine."),
+                 help="torch: in this process; vllm, sglang: a server of its own. Default: the run's rollout.engine."),
     click.option("--engine-args", default="", metavar="ARGS",
                  help='More of the engine\'s own command line, for example "--tensor-parallel-size 2".'),
     click.option("--work-dir", type=click.Path(file_okay=False), default=None,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BUILTIN = {
     "torch": "sprawl.rollout.engines:embedded_torch",
     "vllm": "sprawl.rollout.vllm.equipment:vllm",
+    "sglang": "sprawl.rollout.sglang.equipment:sglang",
 }
 
 
