@@ -70,7 +70,7 @@ class Row:
 def cases(model: str, dtype: str, quick: bool) -> list[Case]:
     """The run's own shape first (16 samples of short answers), then longer ones and single samples."""
     if quick and model != "tiny":
-        return [Case(model, dtype, 1, 16, 8, 4), Case(model, dtype, 4, 16, 8, 4)]
+        return [Case(model, dtype, 1, 16, 8, 3), Case(model, dtype, 4, 16, 8, 3)]
     return [
         Case(model, dtype, 1, 16, 8, 6),
         Case(model, dtype, 4, 16, 8, 6),
@@ -131,12 +131,12 @@ def timed(work: Callable[[Case], None], case: Case) -> float:
 
 
 def measure(pair: Pair, case: Case, budget_s: float) -> Row:
-    """Alternate until the budget is spent, at least three rounds."""
+    """Alternate until the budget is spent, at least twice."""
     for work in (pair.lockstep, pair.continuous):
         work(case)
     rounds: list[tuple[float, float]] = []
     end = time.perf_counter() + budget_s
-    while len(rounds) < 3 or time.perf_counter() < end:
+    while len(rounds) < 2 or time.perf_counter() < end:
         rounds.append((timed(pair.lockstep, case), timed(pair.continuous, case)))
     ratios = [a / b for a, b in rounds]
     tokens = case.requests * case.samples * case.new_tokens
@@ -161,7 +161,7 @@ def engine(quick: bool, as_json: bool, threads: int) -> None:
     rows: list[Row] = []
     for model, dtype in models:
         pair = Pair(model, dtype)
-        rows += [measure(pair, case, 2.0 if quick else 8.0) for case in cases(model, dtype, quick)]
+        rows += [measure(pair, case, 1.0 if quick else 8.0) for case in cases(model, dtype, quick)]
         pair.close()
     if as_json:
         click.echo(json.dumps({"threads": threads, "rows": [asdict(row) for row in rows]}))
