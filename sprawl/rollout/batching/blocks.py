@@ -23,6 +23,7 @@ from sprawl.policy import Architecture, Decoder
 from sprawl.policy.decoder import Layer
 from sprawl.rollout.batching.kernels import attend
 from sprawl.rollout.batching.pages import PAGE, PagePool, pages_for
+from sprawl.rollout.sampling import sample
 
 BASE = 8
 SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -53,6 +54,7 @@ class Blocks:
         self._cos, self._sin = rotary.cos.numpy(), rotary.sin.numpy()
         self._scores = np.empty(pages_for(max_length) * PAGE, np.float32)
         self._mixed = np.zeros((self.limit, arch.heads, arch.head_dim), np.float32)
+        self._compile()
 
     def hidden(self, pieces: Sequence[tuple[Track, int]]) -> Tensor:
         """Compute the next `count` positions of every (track, count), at most `limit` together, and advance `done`.
@@ -81,6 +83,13 @@ class Blocks:
             padded[: len(part)] = part
             parts.append(self._decoder.head(padded)[: len(part)])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _compile(self) -> None:
+        """Have the loops compiled now, which takes seconds, and not in the first request."""
+        arch, none = self._decoder.arch, np.zeros(0, np.int64)
+        query, key = (torch.zeros(1, heads, arch.head_dim) for heads in (arch.heads, arch.kv_heads))
+        self._attend((none, none.astype(np.int32), none, 0), 0, query, key, key)
+        sample(torch.zeros(1, 2), 1.0, np.zeros(1))
 
     def _size(self, rows: int) -> int:
         return next(size for size in self.sizes if size >= rows)

@@ -13,6 +13,8 @@ import pytest
 
 from sprawl.errors import SprawlError
 from sprawl.rollout.engine import EngineError
+from sprawl.rollout.engines import equip
+from sprawl.rollout.host_copy import DiskCopy
 from sprawl.rollout.sglang.api import Heard
 from sprawl.rollout.sglang.server import parse_arguments
 from sprawl.rollout.vllm.supervisor import WatchdogOptions
@@ -20,6 +22,7 @@ from sprawl.rollout.wire import SamplingParams
 from tests.rollout.conformance import EngineConformance, swap_and_resume
 from tests.rollout.sglang.bench import SglangBench
 from tests.rollout.support import until
+from tests.rollout.test_engines import context
 
 QUICK = WatchdogOptions(every_s=0.1, answer_within_s=1.0, misses=2, backoff_s=0.05, attempts=2, lasts_s=600.0)
 
@@ -119,6 +122,16 @@ def test_nobody_without_the_key_reaches_the_server(closing: SglangBench) -> None
     assert config.parent.stat().st_mode & 0o077 == 0
     answer = httpx.post(f"http://127.0.0.1:{port}/pause_generation", json={"mode": "retract"})
     assert answer.status_code == 401
+
+
+def test_an_island_gets_it_by_name(tmp_path: Path) -> None:
+    equipment = equip("sglang", context(tmp_path, "--tp-size 2"))
+    assert equipment.engine.info()["kind"] == "sglang"
+    assert isinstance(equipment.copy, DiskCopy)
+    assert equipment.copy.directory == tmp_path / "checkpoint"
+    equipment.copy.close()
+    with pytest.raises(SprawlError, match="--engine-args: --host is set by the island"):
+        equip("sglang", context(tmp_path, "--host 0.0.0.0"))
 
 
 def event(tokens: list[int], logprobs: list[float | None], **meta: object) -> dict[str, object]:
