@@ -141,7 +141,7 @@ def invariant_sizes(compute: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[
     expected = torch.cat([compute(part) for part in rows.split(BASE)])
 
     def agrees(size: int) -> bool:
-        moved = (compute(rows[:size].roll(by, 0)).roll(-by, 0) for by in (0, 1, size // 2 + 1))
+        moved = (compute(rows[:size].roll(by, 0)).roll(-by, 0) for by in (0, size // 2 + 1))
         return all(torch.equal(result, expected[:size]) for result in moved)
 
     found = tuple(size for size in SIZES if agrees(size))
