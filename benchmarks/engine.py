@@ -71,13 +71,14 @@ def cases(model: str, dtype: str, quick: bool) -> list[Case]:
     """The run's own shape first (16 samples of short answers), then longer ones and single samples."""
     if quick and model != "tiny":
         return [Case(model, dtype, 1, 16, 8, 3), Case(model, dtype, 4, 16, 8, 3)]
+    longer = 32 if model == "tiny" else 12
     return [
         Case(model, dtype, 1, 16, 8, 6),
         Case(model, dtype, 4, 16, 8, 6),
-        Case(model, dtype, 1, 16, 24, 32),
-        Case(model, dtype, 4, 16, 24, 32),
-        Case(model, dtype, 16, 1, 24, 32),
-        Case(model, dtype, 1, 1, 24, 32),
+        Case(model, dtype, 1, 16, 24, longer),
+        Case(model, dtype, 4, 16, 24, longer),
+        Case(model, dtype, 16, 1, 24, longer),
+        Case(model, dtype, 1, 1, 24, longer),
     ]
 
 
