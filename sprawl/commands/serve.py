@@ -32,7 +32,7 @@ _OPTIONS = [
     click.option("--max-requests", type=click.IntRange(min=1), default=256, show_default=True,
                  help="Requests held at once, waiting ones included; more get a 503 with Retry-After."),
     click.option("--engine", default=None,
-                 help="torch: inside this process; vllm: a vLLM server of its own. Default: the run's rollout.engine."),
+                 help="torch: in this process; vllm, sglang: a server of its own. Default: the run's rollout.engine."),
     click.option("--engine-args", default="", metavar="ARGS",
                  help='More of the engine\'s own command line, for example "--tensor-parallel-size 2".'),
     click.option("--cache", type=click.Path(file_okay=False), default=None, envvar="SPRAWL_CACHE", show_envvar=True,

@@ -30,6 +30,7 @@ CHECKPOINT = "checkpoint"
 BUILTIN = {
     "torch": "sprawl.rollout.engines:embedded_torch",
     "vllm": "sprawl.rollout.vllm.equipment:vllm",
+    "sglang": "sprawl.rollout.sglang.equipment:sglang",
 }
 
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import httpx
 
@@ -52,6 +52,7 @@ class Wanted:
 class Chunks:
     """What has come of one sample."""
 
+    product: ClassVar[str] = "vLLM"
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -62,25 +63,25 @@ class Chunks:
         content = (choice.get("logprobs") or {}).get("content") or []
         new = [(int(entry["token_id"]), float(entry["logprob"])) for entry in content]
         if [token for token, _ in new] != list(choice.get("token_ids") or []):
-            raise EngineError("vLLM sent tokens without their log-probs")
+            raise EngineError(f"{self.product} sent tokens without their log-probs")
         if any(not logprob > _NOT_FINITE for _, logprob in new):
             raise EngineError("the weights produced non-finite logits")
         self.token_ids += [token for token, _ in new]
         self.logprobs += [logprob for _, logprob in new]
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if choice.get("weight_versions") is not None:
-            self.spans = [_span(entry) for entry in choice["weight_versions"]]
+            self.spans = [span_of(entry) for entry in choice["weight_versions"]]
         return new
 
     def sample(self, cut: int | None = None) -> Sample:
         """The sample, or its first `cut` tokens. Raises EngineError when it was broken off by somebody else, or when
         nobody can say which version made which token."""
         if cut is None and self.finish_reason not in ("stop", "length"):
-            raise EngineError(f"vLLM broke the request off ({self.finish_reason})")
+            raise EngineError(f"{self.product} broke the request off ({self.finish_reason})")
         count = len(self.token_ids)
         edges = [0, *(span.end for span in self.spans or [])]
         if edges[-1] != count or [span.start for span in self.spans or []] != edges[:-1]:
-            raise EngineError(f"vLLM did not say which version made each of {count} tokens")
+            raise EngineError(f"{self.product} did not say which version made each of {count} tokens")
         count = count if cut is None else cut
         spans = [span.model_copy(update={"end": min(span.end, count)}) for span in self.spans or []]
         reason: Literal["stop", "length"] = "length" if cut is None and self.finish_reason == "length" else "stop"
@@ -94,6 +95,8 @@ class Chunks:
 
 class Api:
     """A client of one server, by its Unix socket."""
+
+    product: ClassVar[str] = "vLLM"
 
     def __init__(self, socket_path: str, key: str) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -121,10 +124,10 @@ class Api:
     async def command(self, route: str, timeout_s: float, body: Any = None, **query: str) -> None:
         """One of the administrative routes. Raises EngineError with the server's own words."""
         with_what = {} if body is None else {"json": body}
-        async with _spoken():
+        async with self._spoken():
             answer = await self._client.post(route, params=query, timeout=timeout_s, **with_what)
         if answer.status_code != 200:
-            raise EngineError(f"vLLM refused {route}: {_words(answer)}")
+            raise EngineError(f"{self.product} refused {route}: {words_of(answer)}")
 
     async def generate(self, wanted: Wanted, watch: Callable[[int, float], bool] | None = None) -> Sample:
         """One sample; `watch` sees its tokens as they come, and True ends it. Cancelling ends it in the server too:
@@ -132,10 +135,10 @@ class Api:
         if watch is not None:
             return await self._stream(wanted, watch)
         chunks = Chunks()
-        async with _spoken():
+        async with self._spoken():
             answer = await self._client.post("/inference/v1/generate", json=wanted.body(_name(), stream=False))
         if answer.status_code != 200:
-            raise EngineError(f"vLLM answered {answer.status_code}: {_words(answer)}")
+            raise EngineError(f"{self.product} answered {answer.status_code}: {words_of(answer)}")
         chunks.add(answer.json()["choices"][0])
         return chunks.sample()
 
@@ -144,12 +147,12 @@ class Api:
         chunks, name = Chunks(), _name()
         cut: int | None = None
         async with (
-            _spoken(),
+            self._spoken(),
             self._client.stream("POST", "/inference/v1/generate", json=wanted.body(name, stream=True)) as answer,
         ):
             if answer.status_code != 200:
                 await answer.aread()
-                raise EngineError(f"vLLM answered {answer.status_code}: {_words(answer)}")
+                raise EngineError(f"{self.product} answered {answer.status_code}: {words_of(answer)}")
             async for choice in _choices(answer.aiter_lines()):
                 seen = len(chunks.token_ids)
                 for number, (token, logprob) in enumerate(chunks.add(choice), seen + 1):
@@ -157,6 +160,13 @@ class Api:
                         cut = number
                         await self._abort(name)
         return chunks.sample(cut)
+
+    @asynccontextmanager
+    async def _spoken(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            raise EngineError(f"{self.product} does not answer: {type(error).__name__}") from error
 
     async def _abort(self, name: str) -> None:
         """Nothing happens when the request has ended meanwhile."""
@@ -175,22 +185,14 @@ async def _choices(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
             yield choice
 
 
-@asynccontextmanager
-async def _spoken() -> AsyncIterator[None]:
-    try:
-        yield
-    except (httpx.HTTPError, httpx.StreamError) as error:
-        raise EngineError(f"vLLM does not answer: {type(error).__name__}") from error
-
-
-def _span(entry: dict[str, Any]) -> VersionSpan:
+def span_of(entry: dict[str, Any]) -> VersionSpan:
     try:
         return VersionSpan(version=int(entry["version"]), start=entry["start"], end=entry["end"])
     except ValueError:
-        raise EngineError(f"vLLM names a version {entry['version']!r} that no island gave it") from None
+        raise EngineError(f"the server names a version {entry['version']!r} that no island gave it") from None
 
 
-def _words(answer: httpx.Response) -> str:
+def words_of(answer: httpx.Response) -> str:
     try:
         said = answer.json()
     except ValueError:

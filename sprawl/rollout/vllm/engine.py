@@ -19,13 +19,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sprawl.policy import Architecture
 from sprawl.rollout.engine import EngineError, EngineLimits, Trouble, Watch
 from sprawl.rollout.vllm.api import Wanted
-from sprawl.rollout.vllm.server import Server, ServerOptions
-from sprawl.rollout.vllm.supervisor import CONTROL_TIMEOUT_S, Supervisor, WatchdogOptions
+from sprawl.rollout.vllm.server import ServerOptions
+from sprawl.rollout.vllm.supervisor import Supervisor, WatchdogOptions
 from sprawl.rollout.wire import Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = 1 << 20
-UPDATE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,9 @@ class VllmEngine:
     """See `sprawl.rollout.engine.Engine`. `load` and `swap` take a state that is on disk in `checkpoint`. `commits`
     holds the times of the last swaps."""
 
+    kind: ClassVar[str] = "vllm"
+    supervisor: ClassVar[type[Supervisor]] = Supervisor
+
     def __init__(
         self,
         checkpoint: Path,
@@ -79,7 +81,7 @@ class VllmEngine:
         self._checkpoint = checkpoint
         self._eos = frozenset(eos_ids)
         self._options = options or ServerOptions()
-        self._supervisor = Supervisor(
+        self._supervisor = self.supervisor(
             checkpoint, limits.vocab_size, self._options, watchdog or WatchdogOptions(), log_file
         )
         self._commit: _Commit | None = None
@@ -95,7 +97,7 @@ class VllmEngine:
         eos_ids: Sequence[int],
         options: ServerOptions,
         log_file: Path,
-    ) -> VllmEngine:
+    ) -> Self:
         """An engine for the model whose `config.json` is among `files`. Raises ConfigError for an unknown family."""
         arch = Architecture.from_hf(json.loads(files["config.json"]))
         limits = EngineLimits(arch.vocab, arch.max_positions, MAX_BATCH_TOKENS)
@@ -157,7 +159,7 @@ class VllmEngine:
         async with host.control:
             started = time.monotonic()
             try:
-                await self._update(host.serving(), served, changed)
+                await host.update(host.serving(), served, changed)
                 host.version = served.version
             except EngineError as error:
                 await host.replace(f"version {served.version} could not be loaded: {error}")
@@ -170,7 +172,7 @@ class VllmEngine:
         async with host.control:
             commit, self._commit, host.paused = self._commit, None, False
             try:
-                await host.serving().api.command("/resume", CONTROL_TIMEOUT_S)
+                await host.resume(host.serving())
             except EngineError as error:
                 await host.replace(str(error))
             resumed = time.monotonic()
@@ -209,7 +211,7 @@ class VllmEngine:
     def info(self) -> dict[str, Any]:
         host = self._supervisor
         return {
-            "kind": "vllm",
+            "kind": self.kind,
             "compute_dtype": self._options.dtype,
             "pid": host.server.pid if host.server else None,
             "up_s": round(time.monotonic() - host.server.started_at, 1) if host.server else 0.0,
@@ -224,13 +226,6 @@ class VllmEngine:
 
     async def close(self) -> None:
         await self._supervisor.close()
-
-    async def _update(self, server: Server, served: Served, changed: AbstractSet[str]) -> None:
-        update = {"directory": str(self._checkpoint), "root_digest": served.root, "names": sorted(changed)}
-        version = {"weight_version": str(served.version)}
-        await server.api.command("/start_weight_update", CONTROL_TIMEOUT_S)
-        await server.api.command("/update_weights", UPDATE_TIMEOUT_S, {"update_info": update})
-        await server.api.command("/finish_weight_update", CONTROL_TIMEOUT_S, version)
 
 
 async def _together(generations: Sequence[Awaitable[Sample]]) -> list[Sample]:

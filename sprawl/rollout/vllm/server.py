@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Self
 
 from sprawl.errors import SprawlError
 from sprawl.rollout.engine import EngineError
@@ -40,6 +41,8 @@ class Server:
     """A running server process group. It listens on a Unix socket in a directory of mode 0700, because vLLM's
     development routes (pause, update_weights, ...) know no key: who could open a port could change the weights."""
 
+    product: ClassVar[str] = "vLLM"
+
     def __init__(self, process: subprocess.Popen[bytes], api: Api, socket_dir: str, log: Path) -> None:
         self.api = api
         self.started_at = time.monotonic()
@@ -55,18 +58,31 @@ class Server:
         socket_dir = tempfile.mkdtemp(prefix="sprawl-vllm-")
         key = secrets.token_urlsafe(32)
         path = f"{socket_dir}/api"
-        command = (sys.executable, launch.__file__, *command_line(checkpoint, path, options))
+        command = command_line(checkpoint, path, options)
+        return await cls.launch(command, environment(options, key), Api(path, key), socket_dir, log, options)
+
+    @classmethod
+    async def launch(
+        cls,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        api: Api,
+        directory: str,
+        log: Path,
+        options: ServerOptions,
+    ) -> Self:
+        """Run `command` and wait until `api` reaches it. `directory` goes with the process."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             process = subprocess.Popen(
-                command,
+                (sys.executable, launch.__file__, *command),
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=os.environ | environment(options, key),
+                env=os.environ | dict(variables),
             )
-        server = cls(process, Api(path, key), socket_dir, log)
+        server = cls(process, api, directory, log)
         try:
             await server._until_ready(options.start_timeout_s)
         except BaseException:
@@ -107,9 +123,13 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while not await self.api.healthy(timeout_s=5.0):
             if self.exit_code is not None:
-                raise EngineError(f"vLLM ended with {self.exit_code} at its start: {self.last_words()} ({self._log})")
+                raise EngineError(
+                    f"{self.product} ended with {self.exit_code} at its start: {self.last_words()} ({self._log})"
+                )
             if time.monotonic() > deadline:
-                raise EngineError(f"vLLM did not answer within {timeout_s:.0f} s: {self.last_words()} ({self._log})")
+                raise EngineError(
+                    f"{self.product} did not answer within {timeout_s:.0f} s: {self.last_words()} ({self._log})"
+                )
             await asyncio.sleep(0.2)
 
 
@@ -153,14 +173,16 @@ def environment(options: ServerOptions, key: str) -> dict[str, str]:
 
 def parse_arguments(text: str) -> tuple[str, ...]:
     """More of vLLM's command line, as a shell would split it. Raises SprawlError for what is this engine's own."""
+    own = {word for word in command_line(Path("x"), "x", ServerOptions()) if word.startswith("--")}
+    return parse_own(text, own | {"--host", "--port"})
+
+
+def parse_own(text: str, own: Set[str]) -> tuple[str, ...]:
+    """`text` as a shell would split it. Raises SprawlError for an option among `own`."""
     try:
         arguments: Sequence[str] = shlex.split(text)
     except ValueError as error:
         raise SprawlError(f"--engine-args: {error}") from None
-    own = {word for word in command_line(Path("x"), "x", ServerOptions()) if word.startswith("--")} | {
-        "--host",
-        "--port",
-    }
     taken = [word for word in arguments if word.split("=")[0] in own]
     if taken:
         raise SprawlError(f"--engine-args: {taken[0]} is set by the island", "leave it out")

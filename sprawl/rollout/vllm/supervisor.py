@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from sprawl.board.local_copy import MARK, Mark, verify
 from sprawl.errors import SprawlError
@@ -15,10 +17,14 @@ from sprawl.rollout.engine import EngineError, Trouble
 from sprawl.rollout.vllm.api import Wanted
 from sprawl.rollout.vllm.server import Server, ServerOptions
 
+if TYPE_CHECKING:
+    from sprawl.board.reader import Served
+
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 60.0
 CANARY_TIMEOUT_S = 120.0
+UPDATE_TIMEOUT_S = 600.0
 CANARY_DRIFT = 0.25  # nats between two canaries: other requests in the batch change the rounding, not more
 
 
@@ -39,6 +45,8 @@ class WatchdogOptions:
 class Supervisor:
     """`version` is what the server says it serves; `paused` is what a new one has to be; `running` requests are in
     flight. Whoever takes a server down, brings one up or changes its weights holds `control`."""
+
+    product: ClassVar[str] = "vLLM"
 
     def __init__(
         self, checkpoint: Path, vocab_size: int, options: ServerOptions, watchdog: WatchdogOptions, log_file: Path
@@ -67,7 +75,7 @@ class Supervisor:
         if self.closed:
             raise EngineError("the engine is closed")
         if self.server is None:
-            raise EngineError(self._terminal or f"vLLM is down: {self._why_down}")
+            raise EngineError(self._terminal or f"{self.product} is down: {self._why_down}")
         return self.server
 
     def trouble(self) -> Trouble | None:
@@ -75,7 +83,7 @@ class Supervisor:
         if self._terminal is not None:
             return Trouble(self._terminal, terminal=True)
         if self.server is None and self.version is not None:
-            return Trouble(f"vLLM is down: {self._why_down}")
+            return Trouble(f"{self.product} is down: {self._why_down}")
         return None
 
     def mark(self) -> Mark:
@@ -115,7 +123,7 @@ class Supervisor:
 
     async def replace(self, why: str) -> None:
         """`take_down` and `bring_up`, for a server that can no longer be trusted."""
-        log.warning("vLLM is killed and started anew: %s", why)
+        log.warning("%s is killed and started anew: %s", self.product, why)
         self.restarts += 1
         await self.take_down(why)
         await self.bring_up()
@@ -123,6 +131,18 @@ class Supervisor:
     async def pause(self, server: Server) -> None:
         """`keep` freezes what is in flight; clearing the cache makes it recompute its KV from the weights to come."""
         await server.api.command("/pause", CONTROL_TIMEOUT_S, mode="keep", clear_cache="true")
+
+    async def resume(self, server: Server) -> None:
+        """Let it generate again."""
+        await server.api.command("/resume", CONTROL_TIMEOUT_S)
+
+    async def update(self, server: Server, served: Served, changed: AbstractSet[str]) -> None:
+        """Make a paused server read the weights on disk, of which `changed` are new. Raises EngineError."""
+        update = {"directory": str(self._checkpoint), "root_digest": served.root, "names": sorted(changed)}
+        version = {"weight_version": str(served.version)}
+        await server.api.command("/start_weight_update", CONTROL_TIMEOUT_S)
+        await server.api.command("/update_weights", UPDATE_TIMEOUT_S, {"update_info": update})
+        await server.api.command("/finish_weight_update", CONTROL_TIMEOUT_S, version)
 
     async def canary(self, server: Server) -> None:
         """Two greedy tokens, twice: their log-probs are numbers, the same both times, and of the version in service.
@@ -152,10 +172,9 @@ class Supervisor:
         # Read before the start: should the directory move on meanwhile, a swap follows, which names all that moved.
         version = self.mark().version
         await asyncio.to_thread(verify, self._checkpoint)  # it may have lain there for long
-        server = await Server.start(self._checkpoint, self._options, self._log_file)
+        server = await self._launch(version)
         try:
-            await server.api.command("/init_weight_transfer_engine", CONTROL_TIMEOUT_S, {"init_info": {}})
-            await server.api.command("/update_weight_version", CONTROL_TIMEOUT_S, {"new_version": str(version)})
+            await self._introduce(server, version)
             self.version = version
             await self.canary(server)
             if self.paused:
@@ -164,6 +183,15 @@ class Supervisor:
             await server.kill()
             raise
         return server
+
+    async def _launch(self, version: int) -> Server:
+        """A server on what is on disk, which is `version`."""
+        return await Server.start(self._checkpoint, self._options, self._log_file)
+
+    async def _introduce(self, server: Server, version: int) -> None:
+        """Tell a new server what it serves."""
+        await server.api.command("/init_weight_transfer_engine", CONTROL_TIMEOUT_S, {"init_info": {}})
+        await server.api.command("/update_weight_version", CONTROL_TIMEOUT_S, {"new_version": str(version)})
 
     async def _watch(self) -> None:
         misses = 0
@@ -217,5 +245,7 @@ class Supervisor:
                     self._short_lives += 1
                 else:
                     return
-            self._terminal = f"vLLM was started anew {self._watchdog.attempts} times and died again: {self._why_down}"
+            self._terminal = (
+                f"{self.product} was started anew {self._watchdog.attempts} times and died again: {self._why_down}"
+            )
             log.error("%s", self._terminal)
