@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from sprawl.board.local_copy import LocalCopy
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import Served, VersionReader
 from sprawl.board.store import MemoryStore
 from sprawl.delta.state import State, clone_state
 from sprawl.policy import Architecture, Decoder
+from sprawl.rollout.engine import EngineLimits
 from sprawl.rollout.host_copy import DiskCopy
 from sprawl.rollout.vllm.engine import VllmEngine
 from sprawl.rollout.vllm.server import ServerOptions
@@ -94,6 +96,7 @@ class VllmBench:
         dtype: str = "bfloat16",
         watchdog: WatchdogOptions | None = None,
         share: float = 0.05,
+        arguments: tuple[str, ...] = (),
     ) -> None:
         self.prompt = [5, 6, 7]
         self.long = 300
@@ -112,14 +115,13 @@ class VllmBench:
         self.served = hold(self.copy, self.reader, 0)
         self.dtype = dtype
         self.watchdog = watchdog
+        self.arguments = (*ARGUMENTS, *arguments)
         self.engine = self.new_engine(directory / "checkpoint")
         self._runner = asyncio.Runner()
 
     def new_engine(self, checkpoint: Path) -> VllmEngine:
-        from sprawl.rollout.engine import EngineLimits
-
         limits = EngineLimits(self.settings["vocab_size"], self.settings["max_position_embeddings"], 1 << 20)
-        options = ServerOptions(self.dtype, 1, ARGUMENTS, environment=ENVIRONMENT)
+        options = ServerOptions(self.dtype, 1, self.arguments, environment=ENVIRONMENT)
         log_file = self.directory / "vllm.log"
         return VllmEngine(checkpoint, limits, options=options, watchdog=self.watchdog, log_file=log_file)
 
@@ -191,8 +193,6 @@ async def fingerprint(engine: VllmEngine, new_tokens: int = 12) -> list[Sample]:
 
 async def fresh_fingerprint(bench: VllmBench, checkpoint: Path) -> list[Sample]:
     """Of a server that was never anything else."""
-    from sprawl.board.local_copy import LocalCopy
-
     copy = LocalCopy.open(checkpoint)
     assert copy is not None
     engine = bench.new_engine(checkpoint)

@@ -1,7 +1,7 @@
 """An island on vLLM under load while versions come out: whatever it says a version said, that version said.
 
-In fp32 the log-prob of a fixed prompt's first token is the version's name: it differs between versions by far more
-than by what else is in the batch.
+In fp32 the log-prob of a fixed prompt's first token is the version's name: it differs between neighbouring versions by
+far more than by what else is in the batch.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def test_nothing_is_attributed_to_a_version_that_did_not_make_it(bench: VllmBenc
         await asyncio.gather(following, return_exceptions=True)
 
         for prompt in range(len(PROMPTS)):
-            values = sorted(truth[prompt, version] for version in range(VERSIONS + 1))
-            assert min(b - a for a, b in pairwise(values)) > 1e-3
+            values = [truth[prompt, version] for version in range(VERSIONS + 1)]
+            assert min(abs(b - a) for a, b in pairwise(values)) > 5e-4
         for prompt, version, logprob in heard:
-            assert logprob == pytest.approx(truth[prompt, version], abs=2e-4), (prompt, version)
+            assert logprob == pytest.approx(truth[prompt, version], abs=1e-4), (prompt, version)
         counts = Counter(version for _, version, _ in heard)
         assert all(counts[version] for version in range(VERSIONS + 1))
         assert crossed > 0

@@ -18,7 +18,7 @@ from sprawl.rollout.wire import SamplingParams
 from tests.vllm.bench import VllmBench, config, fingerprint, random_state
 
 LONG = SamplingParams(max_new_tokens=900, temperature=0)
-QUICK = WatchdogOptions(every_s=0.5, stall_s=2.0, backoff_s=0.2, attempts=2)
+QUICK = WatchdogOptions(every_s=0.5, stall_s=2.0, backoff_s=0.2, attempts=2, lasts_s=0.0)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -112,6 +112,8 @@ class VllmEngine:
             await host.take_down("it is starting")
             self._commit, host.paused = None, False
             await host.bring_up()
+            longest = await host.serving().api.context_length()
+            self.limits = replace(self.limits, max_length=min(self.limits.max_length, longest))
 
     async def generate(
         self, input_ids: Sequence[int], params: SamplingParams, watch: Watch | None = None
@@ -214,7 +216,7 @@ class VllmEngine:
             "kind": self.kind,
             "compute_dtype": self._options.dtype,
             "pid": host.server.pid if host.server else None,
-            "up_s": round(time.monotonic() - host.server.started_at, 1) if host.server else 0.0,
+            "up_s": round(time.monotonic() - host.server.ready_at, 1) if host.server else 0.0,
             "restarts": host.restarts,
             "running_groups": host.running,
             "generated_tokens": self._tokens,

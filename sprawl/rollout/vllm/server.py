@@ -45,7 +45,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[bytes], api: Api, socket_dir: str, log: Path) -> None:
         self.api = api
-        self.started_at = time.monotonic()
+        self.ready_at = time.monotonic()
         self._process = process
         self._socket_dir = socket_dir
         self._log = log
@@ -88,6 +88,7 @@ class Server:
         except BaseException:
             await server.kill()
             raise
+        server.ready_at = time.monotonic()
         return server
 
     @property

@@ -233,7 +233,7 @@ class Supervisor:
         async with self.control:
             if self.server is not server:
                 return
-            lasted = time.monotonic() - server.started_at >= self._watchdog.lasts_s
+            lasted = time.monotonic() - server.ready_at >= self._watchdog.lasts_s
             self._short_lives = 1 if lasted else self._short_lives + 1
             await self.take_down(reason)
             while self._short_lives <= self._watchdog.attempts:
