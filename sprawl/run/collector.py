@@ -13,8 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from sprawl.board import keys
 from sprawl.board.records import IslandRecord
 from sprawl.board.store import MissingKey, Store
@@ -22,7 +20,7 @@ from sprawl.config import RunConfig
 from sprawl.policy import Tokenizer
 from sprawl.problems import Problem, ProblemSet, response_text
 from sprawl.rollout.client import RolloutClient
-from sprawl.rollout.trajectories import RolloutBatch, load_batch, to_bytes
+from sprawl.rollout.trajectories import RolloutBatch, Span, Trajectory, batch_of, expert_tensor, load_batch, to_bytes
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, SamplingParams, VersionPolicy
 from sprawl.train.prf import derive_key
 
@@ -54,35 +52,24 @@ def make_batch(
 ) -> RolloutBatch:
     """Responses and scores, a group each, as padded tensors."""
     rows = [
-        (number, request, sample, score, seed)
-        for number, (request, response, marks) in enumerate(zip(requests, responses, scores, strict=True))
+        Trajectory(
+            prompt=request.input_ids or [],
+            response=sample.token_ids,
+            logprobs=sample.logprobs,
+            mask=[True] * len(sample.token_ids),
+            spans=[
+                Span(span.version, span.start, span.end, span.island_id or response.island_id) for span in sample.spans
+            ],
+            reward=score,
+            group=problem.index,
+            seed=seed,
+            finish="unknown" if sample.finish_reason == "abort" else sample.finish_reason,
+            experts=None if sample.routed_experts is None else expert_tensor(sample.routed_experts),
+        )
+        for problem, request, response, marks in zip(problems, requests, responses, scores, strict=True)
         for sample, score, seed in zip(response.samples, marks, request.sampling_params.seeds or [], strict=True)
     ]
-    width = max(len(request.input_ids or []) + len(sample.token_ids) for _, request, sample, _, _ in rows)
-    longest = max(len(sample.token_ids) for _, _, sample, _, _ in rows)
-    tokens = torch.zeros(len(rows), width, dtype=torch.int32)
-    logprobs = torch.zeros(len(rows), longest)
-    for row, (_, request, sample, _, _) in enumerate(rows):
-        ids = [*(request.input_ids or []), *sample.token_ids]
-        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        logprobs[row, : len(sample.logprobs)] = torch.tensor(sample.logprobs)
-
-    def column(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)
-
-    return RolloutBatch(
-        step=step,
-        tokens=tokens,
-        prompt_lengths=column([len(request.input_ids or []) for _, request, _, _, _ in rows]),
-        response_lengths=column([len(sample.token_ids) for _, _, sample, _, _ in rows]),
-        logprobs=logprobs,
-        rewards=torch.tensor([score for _, _, _, score, _ in rows], dtype=torch.float32),
-        groups=column([problems[number].index for number, _, _, _, _ in rows]),
-        seeds=column([seed for _, _, _, _, seed in rows], torch.int64),
-        version_start=column([sample.spans[0].version for _, _, sample, _, _ in rows]),
-        version_end=column([sample.spans[-1].version for _, _, sample, _, _ in rows]),
-        islands=tuple(response.island_id for response in responses),
-    )
+    return batch_of(step, rows, [response.island_id for response in responses])
 
 
 @dataclass(frozen=True)
