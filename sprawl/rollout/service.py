@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from sprawl.policy.tokenizer import Tokenizer
+from sprawl.rollout.continuation import resumed
 from sprawl.rollout.engine import Engine, EngineError, Watch
 from sprawl.rollout.gate import Gate
 from sprawl.rollout.reconciler import Reconciler
@@ -76,7 +77,7 @@ class Service:
         try:
             async with self.gate.admit(policy, self.max_wait_s):
                 groups = await _together(
-                    [self.engine.generate(p, params, watch(i) if watch else None) for i, p in enumerate(prompts)]
+                    [self._sample(p, params, watch(i) if watch else None) for i, p in enumerate(prompts)]
                 )
         except asyncio.CancelledError:
             self.counters.cancelled += 1
@@ -84,6 +85,11 @@ class Service:
         finally:
             self.held -= 1
         return self._vouch(groups, prompts, policy)
+
+    async def _sample(self, prompt: Sequence[int], params: SamplingParams, watch: Watch | None) -> list[Sample]:
+        if params.resume is not None and not self.engine.limits.resumes:
+            return await resumed(self.engine, prompt, params, self.tokenizer.eos_ids, watch)
+        return await self.engine.generate(prompt, params, watch)
 
     def describe(self) -> ServerInfo:
         """The island as /server_info shows it."""
@@ -124,7 +130,8 @@ class Service:
         limits = self.engine.limits
         if not prompt:
             raise BadRequest("input_ids", "the prompt is empty")
-        for token in (min(prompt), max(prompt), *params.stop_token_ids):
+        taken = [token for row in params.resume or [] for token in row]
+        for token in (min(prompt), max(prompt), *params.stop_token_ids, *taken):
             if not 0 <= token < limits.vocab_size:
                 raise BadRequest("input_ids", f"token id {token} is outside the vocabulary of {limits.vocab_size}")
         length = len(prompt) + params.max_new_tokens

@@ -41,7 +41,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass
 class Job:
     """One group in the worker. `history[k]` holds token k of every row, of finished rows too: they stay in the batch.
-    `epoch` is the weight epoch the cache was computed with."""
+    `epoch` is the weight epoch the cache was computed with. `taken` are tokens that rows begin with: decoded one by one
+    as if they had been sampled, because only the same arithmetic gives the same bits afterwards."""
 
     prompt: list[int]
     params: SamplingParams
@@ -50,6 +51,7 @@ class Job:
     watch: Watch | None
     future: Future[list[Sample]]
     rows: list[Row]
+    taken: list[list[int]]
     cancelled: threading.Event = field(default_factory=threading.Event)
     cache: KvCache | None = None
     epoch: int = -1
@@ -61,7 +63,7 @@ class TorchEngine:
 
     def __init__(self, decoder: Decoder, *, eos_ids: Sequence[int] = (), compute_dtype: str = "float32") -> None:
         self.decoder = decoder.eval()
-        self.limits = EngineLimits(decoder.arch.vocab, decoder.arch.max_positions, MAX_BATCH_TOKENS)
+        self.limits = EngineLimits(decoder.arch.vocab, decoder.arch.max_positions, MAX_BATCH_TOKENS, resumes=True)
         self._eos = frozenset(eos_ids)
         self._dtype = compute_dtype
         self._version: int | None = None
@@ -95,14 +97,17 @@ class TorchEngine:
     ) -> list[Sample]:
         if self._closed or self._version is None:
             raise EngineError("the engine is closed" if self._closed else "the engine has no weights yet")
+        stops = self._eos | frozenset(params.stop_token_ids)
+        taken = params.resume or [[] for _ in range(params.n)]
         job = Job(
             prompt=list(input_ids),
             params=params,
             seeds=params.seeds if params.seeds is not None else [secrets.randbits(63) for _ in range(params.n)],
-            stops=self._eos | frozenset(params.stop_token_ids),
+            stops=stops,
             watch=watch,
             future=Future(),
-            rows=[Row() for _ in range(params.n)],
+            taken=taken,
+            rows=[Row.after(tokens, stops, params.max_new_tokens) for tokens in taken],
         )
         self._jobs.put(job)
         try:
@@ -214,10 +219,13 @@ class TorchEngine:
         """One token for every row: forward, sample, record, all under the same weights."""
         assert self._version is not None
         logits = self._logits(job)
-        tokens, logprobs = sample(logits, job.params.temperature, uniforms(job.seeds, len(job.history)))
+        position = len(job.history)
+        tokens, logprobs = sample(logits, job.params.temperature, uniforms(job.seeds, position))
+        given = [position < len(taken) for taken in job.taken]
+        tokens = [job.taken[i][position] if given[i] else token for i, token in enumerate(tokens)]
         job.history.append(tokens)
         for index, (row, token, logprob) in enumerate(zip(job.rows, tokens, logprobs, strict=True)):
-            if row.finished is not None:
+            if row.finished is not None or given[index]:
                 continue
             row.push(token, logprob, self._version, job.stops, job.params.max_new_tokens)
             self._tokens += 1

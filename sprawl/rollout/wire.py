@@ -60,10 +60,26 @@ class SamplingParams(BaseModel):
     seeds: list[StrictInt] | None = Field(None, description="One seed a sample; random when absent.")
     stop_token_ids: list[StrictInt] = Field(default_factory=list, description="Besides the tokenizer's EOS.")
 
+    resume: list[list[StrictInt]] | None = Field(
+        None,
+        description="First tokens of every sample, generated elsewhere: sampling goes on after them. They count "
+        "towards max_new_tokens and are not repeated in the answer.",
+    )
+
     @model_validator(mode="after")
     def _seeds_match(self) -> SamplingParams:
         if self.seeds is not None and len(self.seeds) != self.n:
             raise ValueError(f"{len(self.seeds)} seeds for n={self.n} samples")
+        return self
+
+    @model_validator(mode="after")
+    def _resume_fits(self) -> SamplingParams:
+        if self.resume is None:
+            return self
+        if len(self.resume) != self.n:
+            raise ValueError(f"resume has {len(self.resume)} entries for n={self.n} samples")
+        if max(map(len, self.resume)) > self.max_new_tokens:
+            raise ValueError(f"resume has more than max_new_tokens={self.max_new_tokens} tokens")
         return self
 
 

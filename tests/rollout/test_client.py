@@ -240,7 +240,7 @@ def test_queueing_behind_ones_own_groups_does_not_count_as_waiting() -> None:
 
 
 SPAN = VersionSpan(version=3, start=0, end=2)
-GOOD = Sample(token_ids=[1, 2], logprobs=[0.0, 0.0], finish_reason="length", spans=[SPAN])
+GOOD = Sample(token_ids=[1, 2], logprobs=[0.0, 0.0], finish_reason="stop", spans=[SPAN])
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,11 @@ GOOD = Sample(token_ids=[1, 2], logprobs=[0.0, 0.0], finish_reason="length", spa
         ([GOOD, GOOD.model_copy(update={"spans": [SPAN.model_copy(update={"version": 4})]})], "version 4"),
         ([GOOD, GOOD.model_copy(update={"spans": [SPAN.model_copy(update={"end": 1})]})], "do not cover"),
         ([GOOD, GOOD.model_copy(update={"logprobs": [0.0]})], "do not cover"),
-        ([GOOD, GOOD.model_copy(update={"finish_reason": "abort"})], "do not cover"),
+        ([GOOD, GOOD.model_copy(update={"finish_reason": "abort"})], "broken off"),
+        ([GOOD, GOOD.model_copy(update={"finish_reason": "length"})], "says it reached 5"),
+        ([GOOD, GOOD.model_copy(update={"logprobs": [0.0, float("nan")]})], "valid number"),
+        ([GOOD, GOOD.model_copy(update={"logprobs": [0.0, 0.5]})], "log-probs"),
+        ([GOOD, Sample(token_ids=[], logprobs=[], finish_reason="stop", spans=[])], "broken off"),
     ],
 )
 def test_an_answer_that_breaks_its_promise_is_not_accepted(wrong: list[Sample], said: str) -> None:
@@ -279,6 +283,8 @@ def test_a_draining_island_is_not_asked_again() -> None:
         asked: Counter[str] = Counter()
 
         def handle(posted: httpx.Request) -> httpx.Response:
+            if posted.method == "GET":
+                return httpx.Response(404)
             asked[posted.url.host] += 1
             if posted.url.host == "a":
                 records[0] = record("a", "http://a", state="draining")
