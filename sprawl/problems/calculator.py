@@ -95,7 +95,7 @@ class Calculator:
         body = turn.removesuffix(self._params.call_close)
         if not self._params.call_open:
             return body
-        before, opened, expression = body.rpartition(self._params.call_open)
+        _, opened, expression = body.rpartition(self._params.call_open)
         return expression if opened else None
 
     def _draw(self, *key: str | int) -> str:
