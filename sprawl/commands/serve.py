@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-from sprawl.errors import SprawlError
-
 _OPTIONS = [
     click.option("--board", default="runs", envvar="SPRAWL_BOARD", show_default=True, show_envvar=True,
                  help="Board directory or URL."),
@@ -19,6 +17,8 @@ _OPTIONS = [
     click.option("--island-id", default=None, help="Name in responses and on the board; default: a random one."),
     click.option("--host", default="127.0.0.1", show_default=True,
                  help="Address to listen on. Outside loopback SPRAWL_TOKEN must be set; if set, requests need it."),
+    click.option("--insecure", is_flag=True,
+                 help="Listen outside loopback without a token: anyone who reaches the port can use the model."),
     click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True,
                  help="Port to listen on; 0 takes a free one and prints it."),
     click.option("--advertise-url", default=None,
@@ -29,6 +29,8 @@ _OPTIONS = [
                  help="in_place: requests in flight continue with the new weights; quiesce: they finish first."),
     click.option("--max-wait", "max_wait_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
                  help="Seconds a request may wait for its version before it gets a 409."),
+    click.option("--max-requests", type=click.IntRange(min=1), default=256, show_default=True,
+                 help="Requests held at once, waiting ones included; more get a 503 with Retry-After."),
     click.option("--threads", type=click.IntRange(min=1), default=None,
                  help="Threads of the engine. Default: the run's threads.island."),
     click.option("--compute-dtype", type=click.Choice(["float32", "bfloat16"]), default=None,
@@ -91,8 +93,6 @@ def sidecar(**options: Any) -> None:
 
 
 def _run(options: dict[str, Any], *, registered: bool) -> None:
-    if (options["tls_cert"] is None) != (options["tls_key"] is None):
-        raise SprawlError("--tls-cert and --tls-key belong together", "give both or none")
     from sprawl.rollout.listen import IslandSettings, bind
 
     parent = os.getppid()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from sprawl.rollout.wire import Sample, SamplingParams
 
@@ -68,3 +68,12 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop. Requests in flight end with EngineError. Idempotent."""
+
+
+@runtime_checkable
+class TellsVersion(Protocol):
+    """An engine whose watches run between two forward passes, so that the version it names inside one is the version
+    that made the token shown. Others leave it out: after a swap their streams name versions at the end only."""
+
+    @property
+    def watched_version(self) -> int | None: ...

@@ -60,6 +60,10 @@ class FakeEngine:
             self.active -= 1
         return [row.sample() for row in rows]
 
+    @property
+    def watched_version(self) -> int | None:
+        return self.version
+
     async def pause(self) -> None:
         self.calls.append(("pause",))
         self._running.clear()

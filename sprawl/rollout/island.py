@@ -15,12 +15,11 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import uvicorn
 
 from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
@@ -32,6 +31,7 @@ from sprawl.policy.tokenizer import Tokenizer
 from sprawl.rollout.gate import Gate
 from sprawl.rollout.listen import IslandSettings, base_url
 from sprawl.rollout.reconciler import Follow, Reconciler
+from sprawl.rollout.server import Server
 from sprawl.rollout.service import Service
 from sprawl.rollout.sidecar import build_app
 from sprawl.rollout.torch_engine import TorchEngine
@@ -59,14 +59,6 @@ def run_island(settings: IslandSettings, listener: socket.socket, parent: int, s
         return asyncio.run(island.run(parent))
     finally:
         listener.close()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: draining comes before closing."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass
@@ -129,7 +121,7 @@ class Island:
         dtype = settings.compute_dtype or rollout.get("compute_dtype", "float32")
         engine = await asyncio.to_thread(TorchEngine.from_files, files, tokenizer, compute_dtype=dtype)
         wake = asyncio.Event()
-        gate = Gate(settings.commit_mode, wake)
+        gate = Gate(settings.commit_mode, wake, run_id=self.record.run_id)
         follow: Follow = settings.follow or rollout.get("follow", "eager")
         poll_s = 1.0 if _is_remote(settings.board) else 0.2
         reconciler = Reconciler(self.reader, engine, gate, follow=follow, wake=wake, poll_s=poll_s)
@@ -141,12 +133,14 @@ class Island:
             reconciler=reconciler,
             tokenizer=tokenizer,
             max_wait_s=settings.max_wait_s,
+            max_active=settings.max_requests,
             files=files,
         )
         return self.service
 
     async def _serve(self, service: Service) -> int:
-        server = _Server(self._server_config(service))
+        app = build_app(service, token=self.settings.token)
+        server = Server(app, service.connections, tls_cert=self.settings.tls_cert, tls_key=self.settings.tls_key)
         serving = asyncio.ensure_future(server.serve(sockets=[self.listener]))
         following = asyncio.ensure_future(service.reconciler.run())
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -173,17 +167,6 @@ class Island:
             server.should_exit = True
             await asyncio.gather(serving, following, stopping, return_exceptions=True)
             await service.engine.close()
-
-    def _server_config(self, service: Service) -> uvicorn.Config:
-        return uvicorn.Config(
-            build_app(service, token=self.settings.token),
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=5,
-            ssl_certfile=self.settings.tls_cert,
-            ssl_keyfile=self.settings.tls_key,
-        )
 
     async def _drain(self, service: Service) -> None:
         """Refuse what is new, finish what is running, then leave the board."""

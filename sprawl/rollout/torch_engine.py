@@ -117,6 +117,10 @@ class TorchEngine:
             with self._turn:
                 self._turn.notify_all()  # a cancelled job may be frozen by a pause
 
+    @property
+    def watched_version(self) -> int | None:
+        return self._version
+
     async def pause(self) -> None:
         with self._turn:
             self._paused = True

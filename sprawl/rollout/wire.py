@@ -18,7 +18,8 @@ from pydantic import (
 class VersionPolicy(BaseModel):
     """Which policy versions a request accepts. Unknown keys and wrong types are refused, never ignored.
 
-    An empty policy accepts any version. `exact_version` excludes the other two.
+    An empty policy accepts any version. `exact_version` excludes the other two. Versions are those of the run in
+    service when the request arrives; `run_id` says which run that must be.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -26,6 +27,7 @@ class VersionPolicy(BaseModel):
     min_version: StrictInt | None = Field(None, ge=0)
     max_version: StrictInt | None = Field(None, ge=0)
     exact_version: StrictInt | None = Field(None, ge=0)
+    run_id: str | None = Field(None, min_length=1, max_length=200)
 
     @model_validator(mode="after")
     def _consistent(self) -> VersionPolicy:
@@ -34,6 +36,11 @@ class VersionPolicy(BaseModel):
         if self.min_version is not None and self.max_version is not None and self.min_version > self.max_version:
             raise ValueError(f"min_version {self.min_version} is above max_version {self.max_version}")
         return self
+
+    @property
+    def open(self) -> bool:
+        """Whether any version will do."""
+        return self.min_version is None and self.max_version is None and self.exact_version is None
 
     @property
     def lowest(self) -> int:
@@ -56,7 +63,7 @@ class SamplingParams(BaseModel):
 
     n: StrictInt = Field(1, ge=1, le=1024)
     max_new_tokens: StrictInt = Field(16, ge=1, le=65536)
-    temperature: float = Field(1.0, ge=0, description="0 is greedy.")
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="0 is greedy.")
     seeds: list[StrictInt] | None = Field(None, description="One seed a sample; random when absent.")
     stop_token_ids: list[StrictInt] = Field(default_factory=list, description="Besides the tokenizer's EOS.")
 
@@ -137,7 +144,10 @@ class Sample(BaseModel):
 
 
 class GenerateResponse(BaseModel):
-    """Answer of /generate. `weight_version` is the version that generated it: equal to start when no swap came."""
+    """Answer of /generate: the versions of the first and the last token, equal when no swap came in between.
+
+    `text`, `output_ids` and `meta_info` repeat the answer as SGLang puts it; the first two only for a single sample.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -145,6 +155,10 @@ class GenerateResponse(BaseModel):
     weight_version_start: int
     weight_version_end: int
     island_id: str
+    run_id: str | None = None
+    text: str | None = None
+    output_ids: list[int] | None = None
+    meta_info: dict[str, Any] | None = None
 
 
 class NotReady(BaseModel):
@@ -163,17 +177,28 @@ ServerState = Literal["IDLE", "FETCHING", "STAGING", "COMMITTING", "ERROR"]
 
 
 class ServerInfo(BaseModel):
-    """GET /server_info."""
+    """GET /server_info. The first eleven are what stitch's clients read, as they read it."""
 
     ready: bool
-    island_id: str
-    run_id: str
-    applied: int | None
-    latest_seen: int | None
+    applied: str | None = Field(description="`<run_id>/weight_v000007`")
     sync_state: ServerState
+    reason: str | None = Field(description="why it is not ready")
+    run_id: str
     commit_mode: Literal["in_place", "quiesce"]
-    follow: Literal["demand", "eager"]
     active_requests: int
-    versions_verified: int
+    update_destination_ready: bool
+    update_destination_error: str | None
     terminal_error: str | None
+    metrics: dict[str, float]
+    island_id: str
+    applied_version: int | None
+    latest_seen: int | None
+    follow: Literal["demand", "eager"]
+    waiting_requests: int
+    versions_verified: int
     engine: dict[str, Any]
+
+
+def identity(run_id: str, version: int) -> str:
+    """A version by the name that stitch gives it: `<run_id>/weight_v000007`."""
+    return f"{run_id}/weight_v{version:06d}"

@@ -10,6 +10,7 @@ from collections import Counter
 import httpx
 import pytest
 
+from sprawl.board.records import IslandRecord
 from sprawl.errors import SprawlError
 from sprawl.rollout.client import RolloutClient, listed
 from sprawl.rollout.client.hedging import ENOUGH, Latencies, within_budget
@@ -31,12 +32,15 @@ def answer(island: str) -> httpx.Response:
 def test_what_others_ask_of_an_island_counts_as_its_load() -> None:
     async def scenario() -> None:
         async with live(*stacks(2, token_s=0.005)) as islands:
-            records = [record(i.island_id, i.url) for i in islands]
-            async with RolloutClient(lambda: records[:1], timeout_s=30) as other:
+
+            def discover() -> list[IslandRecord]:
+                return [record(i.island_id, i.url) for i in islands]
+
+            async with RolloutClient(lambda: discover()[:1], timeout_s=30) as other:
                 crowd = [asyncio.ensure_future(other.generate(request(LONG))) for _ in range(2)]
                 await until(lambda: islands[0].stack.gate.active == 2)
-                async with RolloutClient(lambda: records, timeout_s=30) as client:
-                    await client.generate(request())  # takes the first look
+                async with RolloutClient(discover, timeout_s=30) as client:
+                    await client._directory.refresh()
                     await until(lambda: client._directory.known["island-0"].others == 2)
                     answers = [await client.generate(request()) for _ in range(4)]
                 assert {one.island_id for one in answers} == {"island-1"}

@@ -136,7 +136,7 @@ def test_nothing_in_service_is_a_503_with_retry_after() -> None:
 def test_health_follows_what_the_island_can_do() -> None:
     async def check(client: httpx.AsyncClient, stack: Stack) -> None:
         await until(lambda: stack.gate.version == 2)
-        assert (await client.get("/health")).json() == {"status": "ok", "applied": 2}
+        assert (await client.get("/health")).json() == {"status": "ok", "ready": True, "applied": 2}
         stack.gate.close("this island is draining")
         answer = await client.get("/health")
         assert answer.status_code == 503
@@ -156,7 +156,8 @@ def test_information_routes() -> None:
         await client.post("/generate", json={"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}})
         await client.post("/generate", json={"input_ids": [5], "bad": 1})
         info = ServerInfo.model_validate((await client.get("/server_info")).json())
-        assert (info.applied, info.versions_verified, info.run_id, info.sync_state) == (2, 1, RUN, "IDLE")
+        assert (info.applied, info.applied_version) == (f"{RUN}/weight_v000002", 2)
+        assert (info.versions_verified, info.run_id, info.sync_state) == (1, RUN, "IDLE")
         metrics = (await client.get("/metrics")).text.splitlines()
         for line in (
             "sprawl_version_applied 2",
