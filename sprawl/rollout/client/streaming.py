@@ -22,11 +22,13 @@ from sprawl.rollout.wire import GenerateRequest, GenerateResponse, VersionSpan
 @dataclass
 class ContinuedCall:
     """/generate, streamed. An attempt that breaks off leaves its tokens in `progress`; the next one asks an island for
-    the rest. Two attempts at once (a hedge) go on from the same place; the one that came further is kept."""
+    the rest. Two attempts at once (a hedge) go on from the same place; the one that came further is kept. `keeps` ends
+    with the first island that refuses to continue."""
 
     request: GenerateRequest
     metrics: ClientMetrics
     progress: Progress = field(init=False)
+    keeps: bool = True
 
     def __post_init__(self) -> None:
         self.progress = Progress.start(self.request.sampling_params.n)
@@ -36,6 +38,17 @@ class ContinuedCall:
         return self.request.sampling_params.n * self.request.sampling_params.max_new_tokens
 
     async def attempt(self, http: httpx.AsyncClient, record: IslandRecord, connect_s: float) -> GenerateResponse:
+        """See `Call.attempt`."""
+        try:
+            return await self._attempt(http, record, connect_s)
+        except SprawlError:
+            if not self.progress.tokens:
+                raise
+            # It may be the continuation alone that is refused: from here on the group is sampled whole.
+            self.keeps, self.progress = False, Progress.start(self.request.sampling_params.n)
+            return await self._attempt(http, record, connect_s)
+
+    async def _attempt(self, http: httpx.AsyncClient, record: IslandRecord, connect_s: float) -> GenerateResponse:
         before = self.progress
         asked = before.request(self.request)
         reached = before.copy()
@@ -56,14 +69,8 @@ class ContinuedCall:
             if error.reason == "lie":
                 reached = before  # nothing from an island that was caught
             raise
-        except SprawlError:
-            if before.tokens:
-                # It may be the continuation alone that is refused; the group itself can still be sampled anew.
-                self.progress = before = reached = Progress.start(self.request.sampling_params.n)
-                raise TryElsewhere("unavailable", "it does not continue what another island began") from None
-            raise
         finally:
-            if reached.tokens > self.progress.tokens:
+            if self.keeps and reached.tokens > self.progress.tokens:
                 self.progress = reached
 
 
