@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 class FakeEngine:
     """See `sprawl.rollout.engine.Engine`. Version v generates the token v, every `token_s` seconds, in all rows.
 
-    `calls` holds the name of every port call in order, with the version for load and swap.
+    `calls` holds the name of every port call in order, with the version for load and swap. A swap to a version in
+    `refuses` fails and changes nothing.
     """
 
     def __init__(self, *, token_s: float = 0.0, vocab_size: int = 1000, max_length: int = 4096) -> None:
         self.limits = EngineLimits(vocab_size, max_length, 1 << 20)
         self.calls: list[tuple[Any, ...]] = []
+        self.refuses: set[int] = set()
         self.cancelled = 0
         self.active = 0
         self.version: int | None = None
@@ -73,6 +75,8 @@ class FakeEngine:
             raise RuntimeError("swap without pause")
         self.calls.append(("swap", served.version, frozenset(changed)))
         await asyncio.sleep(self._token_s)
+        if served.version in self.refuses:
+            raise EngineError(f"version {served.version} was refused")
         self.version = served.version
 
     async def resume(self) -> None:
