@@ -63,6 +63,10 @@ class RolloutConfig(Section):
         "eager", description="demand: an island advances when a request needs it; eager: as soon as it can."
     )
     timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="Deadline of one group, retries included.")
+    episodes: Literal["tokens", "chat"] = Field(
+        "tokens",
+        description="How problem sets with tools are played: as tokens, or as messages by the model's chat template.",
+    )
     continuation: bool = Field(
         False, description="Go on token by token on another island where a lost one stopped, instead of sampling again."
     )

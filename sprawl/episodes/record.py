@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -108,8 +108,3 @@ def trajectory(episode: Episode, *, group: int) -> Trajectory:
         finish=episode.turns[-1].finish,
         turns=len(episode.turns),
     )
-
-
-def last_islands(groups: Sequence[Sequence[Episode]]) -> list[str]:
-    """The island that answered each group last."""
-    return [episodes[-1].islands[-1] for episodes in groups]

@@ -17,8 +17,9 @@ from sprawl.board import keys
 from sprawl.board.records import IslandRecord
 from sprawl.board.store import MissingKey, Store
 from sprawl.config import RunConfig
+from sprawl.episodes import Episode, EpisodeRunner, trajectory
 from sprawl.policy import Tokenizer
-from sprawl.problems import Problem, ProblemSet, response_text
+from sprawl.problems import Problem, ProblemSet, ToolProblemSet, response_text
 from sprawl.rollout.client import RolloutClient
 from sprawl.rollout.trajectories import RolloutBatch, Span, Trajectory, batch_of, expert_tensor, load_batch, to_bytes
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, SamplingParams, VersionPolicy
@@ -72,6 +73,12 @@ def make_batch(
     return batch_of(step, rows, [response.island_id for response in responses])
 
 
+def episode_batch(step: int, groups: list[list[Episode]]) -> RolloutBatch:
+    """Episodes, a group each, as padded tensors. Raises SprawlError as `sprawl.episodes.trajectory` does."""
+    rows = [trajectory(episode, group=episode.problem.index) for group in groups for episode in group]
+    return batch_of(step, rows, [group[-1].islands[-1] for group in groups])
+
+
 @dataclass(frozen=True)
 class Collected:
     batch: RolloutBatch
@@ -106,7 +113,10 @@ class Collector:
         self.client: RolloutClient = self.run(self._open_client())
 
     async def _open_client(self) -> RolloutClient:
-        return RolloutClient(self._discover, timeout_s=self.config.rollout.timeout_s)
+        rollout = self.config.rollout
+        return RolloutClient(
+            self._discover, timeout_s=rollout.timeout_s, hedge=rollout.hedge, continuation=rollout.continuation
+        )
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the collector's loop and wait for it (evaluations share the client this way)."""
@@ -156,9 +166,32 @@ class Collector:
             return Collected(self.load(step), True, time.perf_counter() - started)
         except MissingKey:
             pass
+        batch = await self._sample(step)
+        # Written before anyone trains on it; when two trainers raced, the batch that is there is the batch.
+        if not self.store.create(keys.rollouts(self.run_id, step), to_bytes(batch)):
+            batch = self.load(step)
+        return Collected(batch, False, time.perf_counter() - started)
+
+    async def _sample(self, step: int) -> RolloutBatch:
+        """Ask islands for the step's groups, or play its episodes, and score them."""
         rollout = self.config.rollout
         first = (step - 1) * rollout.prompts
         problems = [self.problems.train(first + offset) for offset in range(rollout.prompts)]
+        seeds = [
+            [sample_seed(self.config.seed, problem.index, s, step) for s in range(rollout.samples)]
+            for problem in problems
+        ]
+        policy = version_policy(self.config, step)
+        if isinstance(self.problems, ToolProblemSet):
+            runner = EpisodeRunner(
+                self.client,
+                self.tokenizer,
+                self.problems,
+                max_new_tokens=rollout.max_new_tokens,
+                temperature=rollout.temperature,
+                route=rollout.episodes,
+            )
+            return episode_batch(step, await runner.run_many(problems, seeds, policy))
         requests = [
             GenerateRequest(
                 input_ids=self.tokenizer.encode(problem.prompt),
@@ -166,12 +199,12 @@ class Collector:
                     n=rollout.samples,
                     max_new_tokens=rollout.max_new_tokens,
                     temperature=rollout.temperature,
-                    seeds=[sample_seed(self.config.seed, problem.index, s, step) for s in range(rollout.samples)],
+                    seeds=of_problem,
                     stop_token_ids=self.stop_ids,
                 ),
-                weight_version=version_policy(self.config, step),
+                weight_version=policy,
             )
-            for problem in problems
+            for problem, of_problem in zip(problems, seeds, strict=True)
         ]
         responses = await self.client.generate_many(requests)
         scores = [
@@ -181,8 +214,4 @@ class Collector:
             ]
             for problem, response in zip(problems, responses, strict=True)
         ]
-        batch = make_batch(step, problems, requests, responses, scores)
-        # Written before anyone trains on it; when two trainers raced, the batch that is there is the batch.
-        if not self.store.create(keys.rollouts(self.run_id, step), to_bytes(batch)):
-            batch = self.load(step)
-        return Collected(batch, False, time.perf_counter() - started)
+        return make_batch(step, problems, requests, responses, scores)
