@@ -15,12 +15,14 @@ from sprawl.rollout.wire import GenerateRequest, GenerateResponse, Sample, Sampl
 
 def generation_fault(response: GenerateResponse, request: GenerateRequest) -> str | None:
     """What is wrong with the answer to `request`: number of samples, tokens, log-probs, spans, versions."""
-    params = request.sampling_params
+    params, wanted = request.sampling_params, request.weight_version
+    if wanted.run_id is not None and response.run_id != wanted.run_id:
+        return f"an answer of run {response.run_id}, asked for was {wanted.run_id}"
     if len(response.samples) != params.n:
         return f"{len(response.samples)} samples instead of {params.n}"
     given = [len(row) for row in params.resume] if params.resume is not None else [0] * params.n
     for sample, taken in zip(response.samples, given, strict=True):
-        if fault := sample_fault(sample, params, taken) or span_fault(sample.spans, request.weight_version):
+        if fault := sample_fault(sample, params, taken) or span_fault(sample.spans, wanted):
             return fault
     versions = [span.version for sample in response.samples for span in sample.spans]
     claimed = (response.weight_version_start, response.weight_version_end)
@@ -78,6 +80,8 @@ def completion_fault(body: Mapping[str, Any], asked: Mapping[str, Any], policy: 
         choices = body["choices"]
         if len(choices) < asked.get("n", 1):
             return f"{len(choices)} choices instead of {asked.get('n', 1)}"
+        if policy.run_id is not None and body["run_id"] != policy.run_id:
+            return f"an answer of run {body['run_id']}, asked for was {policy.run_id}"
         every: list[int] = []
         for choice in choices:
             spans = [VersionSpan.model_validate(span) for span in choice["weight_versions"]]
@@ -86,7 +90,8 @@ def completion_fault(body: Mapping[str, Any], asked: Mapping[str, Any], policy: 
             count = len(choice["token_ids"]) if asked.get("return_token_ids") else (spans[-1].end if spans else 0)
             if not spans or not covers(spans, count):
                 return "a choice whose version spans do not cover its tokens"
-            if asked.get("logprobs") and asked.get("return_token_ids") and len(logprobs_of(choice)) != count:
+            wants = asked.get("logprobs") not in (None, False)  # 0 is a wish on /v1/completions
+            if wants and asked.get("return_token_ids") and len(logprobs_of(choice)) != count:
                 return "a choice whose log-probs do not cover its tokens"
             every += [span.version for span in spans]
         claimed = (body["weight_version_start"], body["weight_version_end"])
