@@ -232,6 +232,7 @@ def test_tokens_whose_version_is_not_known_are_not_kept() -> None:
         stream(token(0, 0, 8, 3), whole([9, 9, 9, 9], 3)),  # an answer that is not what was streamed
         stream(token(0, 0, 8, 3), token(7, 0, 8, 3)),  # a sample that does not exist
         stream(token(0, 0, 8, 3), {"index": 0}),
+        stream(token(0, 0, 8, 4), token(0, 1, 8, 3)),  # versions that go back
     ],
 )
 def test_nothing_is_kept_from_an_island_that_was_caught(liar: httpx.Response) -> None:

@@ -123,6 +123,9 @@ def _advance(reached: Progress, event: dict[str, Any], island_id: str, asked: Ge
         if fault := span_fault(spans, asked.weight_version):
             raise TryElsewhere("lie", fault)
         versions = [span.version for span in spans for _ in range(span.start, span.end)]
+        last = row.spans[-1] if row.spans else None
+        if last is not None and last.island_id == island_id and last.version > versions[0]:
+            raise TryElsewhere("lie", f"tokens of version {versions[0]} after those of version {last.version}")
         for token, logprob, version in zip(tokens, logprobs, versions, strict=True):
             row.push(int(token), float(logprob), version, island_id)
     except (KeyError, IndexError, TypeError, ValueError) as error:
