@@ -54,7 +54,7 @@ class RolloutConfig(Section):
     samples: Annotated[int, Field(ge=2)] = Field(16, description="Samples a prompt (group size).")
     max_new_tokens: Positive = 8
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = Field("torch", description="What islands generate with, unless they say so.")
     compute_dtype: Dtype = Field("float32", description="Matmul dtype of the engine; weights are the served view.")
     max_staleness: Annotated[int, Field(ge=0)] = Field(
         1, description="Versions a rollout may lag behind the weights it trains; 1 overlaps sampling with training."

@@ -93,7 +93,8 @@ def _joined(row: Partial, sample: Sample, island_id: str) -> Sample:
             "token_ids": [*row.token_ids, *sample.token_ids],
             "logprobs": [*row.logprobs, *sample.logprobs],
             "spans": [*row.spans, *rest],
-            "text": sample.text if not before else None,  # the island saw the end only
+            # The island saw the end only, and its own routing of tokens that another one had sampled.
+            **({"text": None, "routed_experts": None} if before else {}),
         }
     )
 

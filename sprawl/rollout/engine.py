@@ -27,6 +27,14 @@ class EngineError(Exception):
 
 
 @dataclass(frozen=True)
+class Trouble:
+    """Why an engine cannot generate now. `terminal`: it will not recover by itself."""
+
+    message: str
+    terminal: bool = False
+
+
+@dataclass(frozen=True)
 class EngineLimits:
     """What a request must stay within to be accepted."""
 
@@ -42,7 +50,8 @@ class Engine(Protocol):
     limits: EngineLimits
 
     async def load(self, served: Served) -> None:
-        """Take the first weights. The engine copies: `served.state` may be patched afterwards."""
+        """Take the first weights, or begin anew with these after a swap that failed. The engine copies: `served.state`
+        may be patched afterwards."""
 
     async def generate(
         self, input_ids: Sequence[int], params: SamplingParams, watch: Watch | None = None
@@ -58,10 +67,14 @@ class Engine(Protocol):
 
     async def swap(self, served: Served, changed: AbstractSet[str]) -> None:
         """Replace the weights, under `pause`. `changed` names the tensors that differ from the last load or swap.
-        Every cache derived from the old weights is dropped or recomputed before the next token."""
+        Every cache derived from the old weights is dropped or recomputed before the next token. A swap that raises, or
+        whose `resume` does, leaves the engine at the old weights or without any: it never serves something between."""
 
     async def resume(self) -> None:
-        """Let frozen generations continue."""
+        """Let frozen generations continue. Raises when the new weights turn out to be unfit."""
+
+    def trouble(self) -> Trouble | None:
+        """Why it cannot generate now, for a reason of its own; None while it can, and before the first weights."""
 
     def info(self) -> dict[str, Any]:
         """Facts for /server_info: kind, dtype, requests queued and running, tokens generated, swaps."""

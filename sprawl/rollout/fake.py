@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
-from sprawl.rollout.engine import EngineError, EngineLimits, Watch
+from sprawl.rollout.engine import EngineError, EngineLimits, Trouble, Watch
 from sprawl.rollout.rows import Row
 from sprawl.rollout.wire import Sample, SamplingParams
 
@@ -26,6 +26,7 @@ class FakeEngine:
         self.limits = EngineLimits(vocab_size, max_length, 1 << 20)
         self.calls: list[tuple[Any, ...]] = []
         self.refuses: set[int] = set()
+        self.failing: Trouble | None = None
         self.cancelled = 0
         self.active = 0
         self.version: int | None = None
@@ -37,6 +38,7 @@ class FakeEngine:
     async def load(self, served: Served) -> None:
         self.calls.append(("load", served.version))
         self.version = served.version
+        self._running.set()
 
     async def generate(
         self, input_ids: Sequence[int], params: SamplingParams, watch: Watch | None = None
@@ -82,6 +84,9 @@ class FakeEngine:
     async def resume(self) -> None:
         self.calls.append(("resume",))
         self._running.set()
+
+    def trouble(self) -> Trouble | None:
+        return self.failing
 
     def info(self) -> dict[str, Any]:
         return {"kind": "fake", "version": self.version}

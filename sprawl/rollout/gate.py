@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from sprawl.rollout.gate_state import CommitMode, GateState, Rewind, Ticket, Verdict, refusal
 from sprawl.rollout.wire import NotReady, VersionPolicy
 
-__all__ = ["CommitMode", "Gate", "GateClosed", "GateState", "Refused", "Rewind", "Ticket", "Verdict"]
+__all__ = ["CommitMode", "CommitUndone", "Gate", "GateClosed", "GateState", "Refused", "Rewind", "Ticket", "Verdict"]
 
 
 class Refused(Exception):
@@ -28,6 +28,10 @@ class Refused(Exception):
 
 class GateClosed(Exception):
     """Nothing is served any more (terminal failure or draining) or nothing is served yet: 503."""
+
+
+class CommitUndone(Exception):
+    """A commit failed and everything is as it was before: the old version is served on."""
 
 
 class Gate:
@@ -81,7 +85,8 @@ class Gate:
         """Wait until every active request lets `version` in, then run `install` with admission shut.
 
         Raises Rewind when `version` does not come after the one in service, and GateClosed. An exception of `install`
-        closes the gate for good: what it left behind is not known.
+        closes the gate for good: what it left behind is not known. Only CommitUndone says that it is, and leaves the
+        gate open at the old version.
         """
         self.state.propose(version)
         await self._carry_out(install)
@@ -114,8 +119,11 @@ class Gate:
             self.state.begin()
             try:
                 await install()
+            except CommitUndone:
+                self.state.abandon()
+                raise
             except BaseException as error:
-                self.close(f"version {version} could not be put into service: {error}")
+                self.state.fail(f"version {version} could not be put into service: {error}")
                 raise
             self.state.finish()
         finally:

@@ -131,6 +131,19 @@ class GateState:
         self.committing = False
         self.withdraw()
 
+    def fail(self, reason: str) -> None:
+        """The install broke off: what it left behind is not known, so nothing is admitted any more."""
+        assert self.committing
+        self.closed = self.closed or reason
+        self.committing = False
+        self.withdraw()
+
+    def abandon(self) -> None:
+        """The install undid itself: everything is as it was before the commit began."""
+        assert self.committing
+        self.committing = False
+        self.withdraw()
+
     def withdraw(self) -> None:
         self.pending, self.pending_run, self.overdue = None, None, False
 

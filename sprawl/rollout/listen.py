@@ -12,7 +12,7 @@ from typing import Literal
 
 from sprawl.errors import SprawlError
 from sprawl.rollout.gate import CommitMode
-from sprawl.rollout.reconciler import Follow
+from sprawl.rollout.targets import Follow
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class IslandSettings:
     max_requests: int = 256  # held at once, waiting ones included
     threads: int | None = None
     compute_dtype: Literal["float32", "bfloat16"] | None = None
+    engine: str | None = None
+    engine_args: str = ""  # more arguments for an engine that is a server of its own
+    cache: str | None = None  # where the checkpoint is kept on disk; None: see `engines.work_directory`
+    follow_latest_run: bool = False
     exit_with_parent: bool = False
     token: str | None = None
     insecure: bool = False  # reachable from outside without a token

@@ -39,10 +39,11 @@ async def chat_completions(request: Request, service: Service) -> Response:
 async def _respond(
     request: Request, service: Service, wanted: OpenAIRequest, prompts: Sequence[list[int]], *, chat: bool
 ) -> Response:
+    room = service.engine.limits.max_length - max(map(len, prompts))
     generation = Generation(
         service,
         prompts,
-        wanted.sampling(),
+        wanted.sampling(room),
         wanted.weight_version,
         stops=wanted.stops,
         streamed=wanted.stream,

@@ -51,10 +51,16 @@ class OpenAIRequest(BaseModel):
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
 
-    def sampling(self) -> SamplingParams:
-        """The engine's parameters. Sample i of a seeded request has its own seed, derived from `seed` and i."""
+    @property
+    def limit(self) -> int | None:
+        """New tokens asked for, None where the default holds."""
+        return self.max_tokens
+
+    def sampling(self, room: int) -> SamplingParams:
+        """The engine's parameters. Sample i of a seeded request has its own seed, derived from `seed` and i. `room` is
+        what the context leaves; only the default yields to it."""
         seeds = derive_seeds(self.seed, self.n) if self.seed is not None else None
-        limit = self.max_tokens or self.default_tokens
+        limit = self.limit or max(1, min(self.default_tokens, room))
         return SamplingParams(n=self.n, max_new_tokens=limit, temperature=self.temperature, seeds=seeds)
 
 
@@ -127,11 +133,9 @@ class ChatRequest(OpenAIRequest):
     def wants_logprobs(self) -> bool:
         return self.logprobs
 
-    def sampling(self) -> SamplingParams:
-        params = super().sampling()
-        if self.max_completion_tokens is not None:
-            params = params.model_copy(update={"max_new_tokens": self.max_completion_tokens})
-        return params
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:

@@ -135,11 +135,13 @@ class Service:
     def ready(self) -> bool:
         """Whether requests should be sent here. An island that follows demand is ready before it has any version."""
         waiting_for_first = self.gate.version is None and self.reconciler.follow == "eager"
-        return self.gate.state.closed is None and not waiting_for_first
+        return self.gate.state.closed is None and not waiting_for_first and self.engine.trouble() is None
 
     @property
     def not_ready_reason(self) -> str:
-        return self.gate.state.closed or self.reconciler.last_error or "the first version is not in service yet"
+        trouble = self.engine.trouble()
+        now = self.gate.state.closed or (trouble.message if trouble else None) or self.reconciler.last_error
+        return now or "the first version is not in service yet"
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of `text`. A long one must not hold up the other requests."""

@@ -27,7 +27,7 @@ from sprawl.rollout.batching.batch import Batch
 from sprawl.rollout.batching.blocks import Blocks
 from sprawl.rollout.batching.groups import Group
 from sprawl.rollout.batching.pages import PAGE, PagePool, page_bytes
-from sprawl.rollout.engine import EngineError, EngineLimits, Watch
+from sprawl.rollout.engine import EngineError, EngineLimits, Trouble, Watch
 from sprawl.rollout.rows import Row
 from sprawl.rollout.wire import Sample, SamplingParams
 
@@ -139,6 +139,9 @@ class TorchEngine:
         with self._turn:
             self._paused = False
             self._turn.notify_all()
+
+    def trouble(self) -> Trouble | None:
+        return None
 
     def info(self) -> dict[str, Any]:
         return {

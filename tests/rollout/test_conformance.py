@@ -23,10 +23,9 @@ from tests.rollout.test_torch_engine import ARCH, served
 class LocalBench(ABC):
     """An engine of this process on an event loop of its own."""
 
-    prompt = [5, 6, 7]
-
     def __init__(self, engine: Engine, long: int, samples: bool) -> None:
         self.engine = engine
+        self.prompt = [5, 6, 7]
         self.long = long
         self.samples = samples
         self.version = 1
@@ -43,6 +42,9 @@ class LocalBench(ABC):
         self.version += 1
         following = self.state()
         return following, following.state.keys()
+
+    async def mend(self) -> Served:
+        return self.state()
 
     @abstractmethod
     async def spoil(self) -> tuple[Served, AbstractSet[str]]: ...
