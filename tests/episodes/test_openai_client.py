@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from sprawl.board.ledger import Ledger
-from sprawl.board.publisher import Publisher
-from sprawl.board.records import RunRecord
-from sprawl.board.store import open_store
 from sprawl.episodes import Episode, Turn, record_turn, trajectory
 from sprawl.problems import Problem
 from sprawl.rollout.trajectories import batch_of, from_bytes, to_bytes
+from tests.rollout.processes import DiskRun, command, process, wait_for
 from tests.rollout.support import RUN, character_tokenizer
-from tests.rollout.test_island import CONFIG, DiskRun, command, process, wait_for
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}a "
 WANTED = {"weight_version": {"min_version": 1}, "return_token_ids": True}
 
 
-class ChatRun(DiskRun):
-    """A run whose model has a chat template; the process that serves it is the real one."""
-
-    def __init__(self, path: Path) -> None:
-        self.board = str(path)
-        self.store = open_store(self.board, create=True)
-        self.ledger = Ledger(self.store, RUN)
-        config: dict[str, Any] = {"rollout": {"follow": "eager"}, "threads": {"island": 1}}
-        self.ledger.create_run(
-            RunRecord(
-                run_id=RUN, created_at=time.time(), config=config, base_digest="", parameters=0, sprawl_version="0"
-            )
-        )
-        files = {
-            "config.json": json.dumps(CONFIG).encode(),
-            "tokenizer.json": character_tokenizer()._fast.to_str().encode(),
-            "tokenizer_config.json": json.dumps({"chat_template": TEMPLATE}).encode(),
-        }
-        self._publisher = Publisher(self.store, RUN, keyframe_every=4, dtype="bfloat16", files=files)
-        self._next = 0
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     place = tmp_path_factory.mktemp("openai")
-    run = ChatRun(place / "runs")
+    run = DiskRun(place / "runs", chat_template=TEMPLATE)
     for _ in range(2):
         run.publish()
     log = place / "log"

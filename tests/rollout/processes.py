@@ -39,7 +39,13 @@ CONFIG = {
 class DiskRun:
     """A run on a local board with a model that an island can really serve."""
 
-    def __init__(self, path: Path, run_id: str = RUN, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run_id: str = RUN,
+        config: dict[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
         self.run_id = run_id
         self.board = str(path)
         self.store = open_store(self.board, create=True)
@@ -58,6 +64,8 @@ class DiskRun:
             "config.json": json.dumps(config or CONFIG).encode(),
             "tokenizer.json": character_tokenizer()._fast.to_str().encode(),
         }
+        if chat_template is not None:
+            files["tokenizer_config.json"] = json.dumps({"chat_template": chat_template}).encode()
         self._publisher = Publisher(self.store, run_id, keyframe_every=4, dtype="bfloat16", files=files)
         self._model = Decoder(Architecture.from_hf(CONFIG))
         self._next = 0
