@@ -65,6 +65,16 @@ class RolloutConfig(Section):
         "eager", description="demand: an island advances when a request needs it; eager: as soon as it can."
     )
     timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="Deadline of one group, retries included.")
+    episodes: Literal["tokens", "chat"] = Field(
+        "tokens",
+        description="How problem sets with tools are played: as tokens, or as messages by the model's chat template.",
+    )
+    continuation: bool = Field(
+        False, description="Go on token by token on another island where a lost one stopped, instead of sampling again."
+    )
+    hedge: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        0.95, description="Percentile of recent durations after which a group is asked for twice; null: never."
+    )
 
 
 class BoundaryConfig(Section):

@@ -12,7 +12,7 @@ from sprawl.config import RunConfig
 from sprawl.policy import Decoder
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.train import grpo
-from sprawl.train.pipeline import StagedPolicy, pack
+from sprawl.train.pipeline import StagedPolicy, pack_rows
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ def replay(decoder: Decoder, batch: RolloutBatch, config: RunConfig) -> Replay:
     decoder.zero_grad(set_to_none=True)
     total = 0.0
     for rows in torch.arange(batch.samples).split(config.grpo.microbatch_rows):
-        packed = pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, rows)
+        packed = pack_rows(batch, rows)
         stats = policy.token_stats(packed, codec=None, step=0, temperature=config.rollout.temperature)
-        token_advantages = advantages[rows].repeat_interleave(batch.response_lengths[rows])
+        token_advantages = advantages[rows].repeat_interleave(batch.sampled_lengths[rows])
         loss = grpo.clipped_loss(
             stats.logprobs, stats.logprobs.detach(), token_advantages, config.grpo.clip_low, config.grpo.clip_high
         ).loss

@@ -41,6 +41,7 @@ class EngineLimits:
     vocab_size: int
     max_length: int  # prompt plus new tokens, per row
     max_batch_tokens: int  # rows x (prompt + new tokens) of one request
+    resumes: bool = False  # takes SamplingParams.resume and goes on as if it had sampled those tokens itself
 
 
 class Engine(Protocol):
@@ -56,7 +57,10 @@ class Engine(Protocol):
         self, input_ids: Sequence[int], params: SamplingParams, watch: Watch | None = None
     ) -> list[Sample]:
         """Sample one group: `params.n` continuations of one prompt, each with version spans that say which weights
-        generated which token. Cancelling the call stops the work before the next token. Raises EngineError."""
+        generated which token. Cancelling the call stops the work before the next token. Raises EngineError.
+
+        `params.resume` is only given where `limits.resumes`: samples then hold what comes after those tokens, bit for
+        bit what an undisturbed generation of the whole group with the same seeds would have had there."""
 
     async def pause(self) -> None:
         """Return once no forward pass runs. Generations in flight freeze between two tokens."""

@@ -55,6 +55,7 @@ class GenerateSampling(SamplingParams):
             temperature=self.temperature,
             seeds=seeds,
             stop_token_ids=self.stop_token_ids,
+            resume=self.resume,
         )
 
 

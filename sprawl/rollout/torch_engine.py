@@ -58,7 +58,7 @@ class TorchEngine:
         if longest < 1:
             least = 3 * page_bytes(arch)
             raise SprawlError(f"a cache of {cache_bytes} bytes holds no sequence", f"give it {least} bytes or more")
-        self.limits = EngineLimits(arch.vocab, longest, MAX_BATCH_TOKENS)
+        self.limits = EngineLimits(arch.vocab, longest, MAX_BATCH_TOKENS, resumes=True)
         self._eos = frozenset(eos_ids)
         self._dtype = compute_dtype
         self._pool = PagePool(arch, pages)
@@ -95,14 +95,19 @@ class TorchEngine:
         if not 0 < len(input_ids) <= self.limits.max_length - params.max_new_tokens:
             lengths = f"{len(input_ids)} prompt + {params.max_new_tokens} new tokens"
             raise EngineError(f"{lengths} do not fit in {self.limits.max_length} positions")
+        stops = self._eos | frozenset(params.stop_token_ids)
+        taken = params.resume or [[] for _ in range(params.n)]
         group = Group(
             prompt=list(input_ids),
             params=params,
             seeds=params.seeds if params.seeds is not None else [secrets.randbits(63) for _ in range(params.n)],
-            stops=self._eos | frozenset(params.stop_token_ids),
+            stops=stops,
             watch=watch,
-            rows=[Row() for _ in range(params.n)],
+            rows=[Row.after(tokens, stops, params.max_new_tokens) for tokens in taken],
+            taken=taken,
         )
+        if group.complete:  # nothing is left of what is resumed
+            return [row.sample() for row in group.rows]
         group.future.set_running_or_notify_cancel()  # from here on the worker alone ends it
         with self._turn:
             self._inbox.append(group)

@@ -19,7 +19,7 @@ from sprawl.train import grpo
 from sprawl.train.boundary import BoundaryCodec, WireCounter, make_codec
 from sprawl.train.correction import correct_gradients
 from sprawl.train.optimizer import RunOptimizer, build_optimizer
-from sprawl.train.pipeline import Packed, StagedPolicy, pack
+from sprawl.train.pipeline import Packed, StagedPolicy, pack_rows
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Trainer:
                 )
                 # With a single pass over the data the old log-probs are these ones: the ratio is exactly 1.
                 old_logprobs = stats.logprobs.detach() if old is None else old[number]
-                token_advantages = advantages[rows].repeat_interleave(batch.response_lengths[rows])
+                token_advantages = advantages[rows].repeat_interleave(batch.sampled_lengths[rows])
                 surrogate = grpo.clipped_loss(
                     stats.logprobs, old_logprobs, token_advantages, config.clip_low, config.clip_high
                 )
@@ -125,7 +125,7 @@ class Trainer:
 
     def _pack_batch(self, batch: RolloutBatch) -> list[tuple[Tensor, Packed]]:
         rows = torch.arange(batch.samples).split(self.config.grpo.microbatch_rows)
-        return [(part, pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, part)) for part in rows]
+        return [(part, pack_rows(batch, part)) for part in rows]
 
     @torch.no_grad()
     def _frozen(self, policy: StagedPolicy, packed: Packed, step: int, wire: WireCounter) -> Tensor:
@@ -151,7 +151,7 @@ class Trainer:
         Reads the first rows of the batch only: the reference passes are for the reader, not for the gradient. Not
         counted on the wire for the same reason.
         """
-        packed = pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, rows)
+        packed = pack_rows(batch, rows)
 
         def read(policy: StagedPolicy, codec: BoundaryCodec | None) -> Tensor:
             return policy.distributions(packed, codec=codec, step=step, temperature=self.temperature)

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.mirror.support import metric, running, wait_for
-from tests.rollout.test_island import DiskRun, command, process
+from tests.rollout.processes import DiskRun, command, process
 
 pytestmark = pytest.mark.slow
 

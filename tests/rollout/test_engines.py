@@ -12,8 +12,8 @@ from sprawl.errors import SprawlError
 from sprawl.rollout.engines import EngineContext, equip, work_directory
 from sprawl.rollout.host_copy import MemoryCopy
 from sprawl.rollout.listen import IslandSettings
+from tests.rollout.processes import CONFIG
 from tests.rollout.support import character_tokenizer, go
-from tests.rollout.test_island import CONFIG
 
 
 def context(tmp_path: Path, arguments: str = "") -> EngineContext:

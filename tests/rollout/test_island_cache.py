@@ -22,7 +22,7 @@ from sprawl.board.records import IslandRecord
 from sprawl.board.retention import gc
 from sprawl.delta.files import WEIGHTS, load_state
 from sprawl.delta.state import root_digest, tensor_digests
-from tests.rollout.test_island import DiskRun, command, environment, process, wait_for
+from tests.rollout.processes import DiskRun, command, environment, process, wait_for
 
 pytestmark = pytest.mark.slow
 QUESTION = {"text": "1+1=", "sampling_params": {"max_new_tokens": 8, "seeds": [7]}}

@@ -22,8 +22,8 @@ from sprawl.rollout.gate import Refused
 from sprawl.rollout.reconciler import Reconciler, Takeover
 from sprawl.rollout.runs import RunWatcher
 from sprawl.rollout.wire import SamplingParams, VersionPolicy
+from tests.rollout.processes import CONFIG, DiskRun, command, process, wait_for
 from tests.rollout.support import Stack, TinyRun, go, until
-from tests.rollout.test_island import CONFIG, DiskRun, command, process, wait_for
 
 QUESTION = {"text": "1+1=", "sampling_params": {"max_new_tokens": 8, "seeds": [7]}}
 

@@ -23,9 +23,9 @@ from sprawl.errors import SprawlError
 from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.listen import IslandSettings, bind
 from sprawl.rollout.server import Limits, within_files
+from tests.rollout.processes import DiskRun, command, environment, process, wait_for
 from tests.rollout.served import serving
 from tests.rollout.support import Stack, TinyRun, go, until
-from tests.rollout.test_island import DiskRun, command, environment, process, wait_for
 
 QUICK = Limits(headers_s=1.0, body_s=1.0, linger_s=0.3, write_s=1.0)
 

@@ -15,9 +15,9 @@ from sprawl.board.reader import VersionReader
 from sprawl.policy import Architecture, Decoder
 from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.torch_engine import TorchEngine
+from tests.rollout.processes import CONFIG, DiskRun
 from tests.rollout.served import serving
 from tests.rollout.support import RUN, Stack, TinyRun, go
-from tests.rollout.test_island import CONFIG, DiskRun
 from tests.rollout.test_openai import events_of
 from tests.rollout.test_sidecar import ROUTES, with_client
 

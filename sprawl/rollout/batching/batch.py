@@ -118,7 +118,7 @@ class Batch:
                 yield Work(group, None, trunk, len(trunk.tokens) - trunk.done)
                 continue
             for branch in group.branches:
-                if branch.row.token_ids:
+                if len(branch.track.tokens) > len(group.prompt):
                     yield Work(group, branch, branch.track, len(branch.track.tokens) - branch.track.done)
 
     # --- what comes out ---
@@ -153,7 +153,7 @@ class Batch:
             for group in self._groups
             if group.first is not None
             for branch in group.branches
-            if not branch.row.token_ids
+            if len(branch.track.tokens) == len(group.prompt)
         ]
         for at in range(0, len(fresh), self._blocks.limit):
             draws = fresh[at : at + self._blocks.limit]
@@ -161,7 +161,7 @@ class Batch:
 
     def _draw(self, draws: list[tuple[Group, Branch]], logits: Tensor, version: int) -> None:
         """Sample a token for every row of `logits` and record it."""
-        positions = [len(branch.row.token_ids) for _, branch in draws]
+        positions = [len(branch.track.tokens) - len(group.prompt) for group, branch in draws]
         numbers = uniforms([branch.seed for _, branch in draws], positions)
         tokens, logprobs = sample(logits, [group.params.temperature for group, _ in draws], numbers)
         for (group, branch), token, logprob in zip(draws, tokens, logprobs, strict=True):

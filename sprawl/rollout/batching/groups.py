@@ -32,7 +32,9 @@ class Branch:
 @dataclass(eq=False)
 class Group:
     """One request. `first` are the logits after the prompt, fp32 [V], once they are known; samples that wait for pages
-    start from them later. `waiting` are the samples without pages, `branches` those that have some."""
+    start from them later. `waiting` are the samples without pages, `branches` those that have some. `taken` are the
+    tokens that samples begin with because they were generated elsewhere: read like a prompt, drawn after like a sample.
+    """
 
     prompt: list[int]
     params: SamplingParams
@@ -40,6 +42,7 @@ class Group:
     stops: frozenset[int]
     watch: Watch | None
     rows: list[Row]
+    taken: list[list[int]]
     future: Future[list[Sample]] = field(default_factory=Future)
     cancelled: threading.Event = field(default_factory=threading.Event)
     trunk: Track | None = None
@@ -48,7 +51,7 @@ class Group:
     branches: list[Branch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.waiting.extend(range(len(self.rows)))
+        self.waiting.extend(index for index, row in enumerate(self.rows) if row.finished is None)
 
     def pages_needed(self) -> int:
         """Pages that the next sample needs for all it may ever hold, with the prompt's where nothing is taken yet.
@@ -64,7 +67,7 @@ class Group:
         own = pool.take(self.pages_needed())
         index = self.waiting.popleft()
         shared = self.trunk.pages[: len(self.prompt) // PAGE]
-        track = Track(list(self.prompt), np.concatenate((shared, np.array(own, np.int32))))
+        track = Track([*self.prompt, *self.taken[index]], np.concatenate((shared, np.array(own, np.int32))))
         branch = Branch(index, self.rows[index], self.seeds[index], track, own)
         self.branches.append(branch)
         if self.first is not None:
