@@ -123,12 +123,12 @@ class Api:
 
     async def context_length(self) -> int:
         """The longest prompt plus answer that it takes. Raises EngineError."""
-        async with _spoken():
+        async with self._spoken():
             answer = await self._client.get("/v1/models", timeout=30.0)
         try:
             return int(answer.json()["data"][0]["max_model_len"])
         except (ValueError, KeyError, IndexError, TypeError):
-            raise EngineError(f"vLLM does not say how long a request may be: {_words(answer)}") from None
+            raise EngineError(f"{self.product} does not say how long a request may be: {words_of(answer)}") from None
 
     async def command(self, route: str, timeout_s: float, body: Any = None, **query: str) -> None:
         """One of the administrative routes. Raises EngineError with the server's own words."""
