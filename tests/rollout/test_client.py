@@ -215,6 +215,8 @@ def test_a_draining_island_is_not_asked_again() -> None:
 
         records = [record("a", "http://a"), record("b", "http://b")]
         async with RolloutClient(lambda: records, timeout_s=5, transport=httpx.MockTransport(handle)) as client:
+            await client._directory.refresh()
+            client._directory.known["a"].order, client._directory.known["b"].order = 0.0, 1.0
             for _ in range(4):
                 assert (await client.generate(request())).island_id == "b"
         assert asked["a"] == 1
