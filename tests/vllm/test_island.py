@@ -1,4 +1,4 @@
-"""`sprawl island --engine vllm` as a process: found by heartbeat, follows the board, takes vLLM along at its end."""
+"""`sprawl island --engine vllm` as a process: found by heartbeat, follows the board, ends with its vLLM."""
 
 from __future__ import annotations
 
