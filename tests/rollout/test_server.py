@@ -296,7 +296,7 @@ def test_a_closed_socket_frees_the_engine(run: DiskRun, tmp_path: Path, stream: 
 def test_tls_with_a_token(run: DiskRun, tmp_path: Path, certificate: tuple[str, str], monkeypatch: Any) -> None:
     cert, key = certificate
     secret = {**environment(), "SPRAWL_TOKEN": "sesame"}
-    monkeypatch.setattr("tests.rollout.test_island.environment", lambda: secret)
+    monkeypatch.setattr("tests.rollout.processes.environment", lambda: secret)
     with sidecar(run, tmp_path, "--tls-cert", cert, "--tls-key", key) as (_, url):
         assert url.startswith("https://")
         trust = ssl.create_default_context(cafile=cert)

@@ -2,7 +2,8 @@
 bytes, the prompt, the seed and the position.
 
 What it imitates, in github.com/sgl-project/sglang:
-- routes, status codes, the key, health while starting: python/sglang/srt/entrypoints/http_server.py at 0025436eab05
+- routes, status codes, the key, health while starting, the context length of /v1/models:
+  python/sglang/srt/entrypoints/http_server.py at 0025436eab05
 - fields of requests: python/sglang/srt/managers/io_struct.py at 001067fffe33
 - sampling parameters: python/sglang/srt/sampling/sampling_params.py at 00c17cafcb9e
 - version spans, sent only with the end of a request: python/sglang/srt/utils/weight_versions.py at 19f93835d3f8
@@ -218,6 +219,10 @@ def build(arguments: argparse.Namespace) -> Any:
     async def model_info(request: Request) -> Response:
         return JSONResponse({"model_path": arguments.model_path, "weight_version": engine.version})
 
+    async def models(request: Request) -> Response:
+        config = json.loads((Path(arguments.model_path) / "config.json").read_text())
+        return JSONResponse({"data": [{"id": "served", "max_model_len": config["max_position_embeddings"]}]})
+
     async def server_info(request: Request) -> Response:
         return JSONResponse({"internal_states": [{}], "version": "fake"})
 
@@ -230,6 +235,7 @@ def build(arguments: argparse.Namespace) -> Any:
             Route("/continue_generation", resume, methods=["POST"]),
             Route("/update_weights_from_disk", update, methods=["POST"]),
             Route("/model_info", model_info),
+            Route("/v1/models", models),
             Route("/server_info", server_info),
         ]
     )
