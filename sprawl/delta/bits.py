@@ -1,4 +1,8 @@
-"""How each dtype is seen by the codec: as unsigned integers of its width, with an order and exponent classes."""
+"""How each dtype is seen by the codec: as unsigned integers of its width, with an order and exponent classes.
+
+Packed four-bit weights (fp4 codes two to a uint8, int4 eight to an int32) are seen nibble by nibble: whether a code
+moves, and where to, depends on the code it was, not on its neighbours in the same word.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +55,29 @@ BITS: dict[torch.dtype, Bits] = {
     torch.int64: _integer(64),
 }
 """Dtypes that can be sent as a delta; any other dtype is sent whole when it changes."""
+
+
+NIBBLES = Bits(np.dtype("u1"), 0, 0, 15)
+"""Four-bit codes, one a byte: every code is a class of its own, steps are differences of codes."""
+
+_PACKED = (torch.uint8, torch.int32)
+_NIBBLE_BITS = 2.5  # entropy per position above which the words of a tensor are taken for packed codes
+
+
+def holds_nibbles(dtype: torch.dtype, sample: np.ndarray) -> bool:
+    """Whether words (unsigned, any shape) look like packed four-bit codes: no nibble position is predictable.
+
+    Block scales, indices and masks leave some positions nearly constant. A wrong guess costs bytes, never bits of
+    the result: which view was taken is part of the delta.
+    """
+    if dtype not in _PACKED or sample.size < 64:
+        return False
+    for position in range(sample.itemsize * 2):
+        codes = (sample >> sample.dtype.type(4 * position)) & sample.dtype.type(15)
+        share = np.bincount(codes.astype(np.int64).reshape(-1), minlength=16) / sample.size
+        if -(share[share > 0] * np.log2(share[share > 0])).sum() < _NIBBLE_BITS:
+            return False
+    return True
 
 
 def integer_view(tensor: torch.Tensor) -> np.ndarray:

@@ -135,9 +135,10 @@ def test_a_tensor_that_changed_entirely_is_sent_whole_only_when_smaller() -> Non
 
 
 def test_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sprawl.delta import codec
+    from sprawl.delta import scan
 
-    monkeypatch.setattr(codec, "MAX_ELEMENTS", 100)
+    monkeypatch.setattr(scan, "UNIT", 37)
+    monkeypatch.setattr(segment, "MAX_ELEMENTS", 100)
     rng = np.random.default_rng(0)
     base = {f"t{i}": random_bits(rng, torch.bfloat16, (60,)) for i in range(7)}
     assert_round_trip(base, {name: perturb(rng, tensor, 0.2) for name, tensor in base.items()})

@@ -1,0 +1,75 @@
+"""Vector compares for compiled loops: 64 elements at a time become the 64 bits of one integer.
+
+Written as portable LLVM vectors, so that the same code is AVX-512 mask instructions on one machine and SSE or NEON
+on another, with the same result. Arrays are C-contiguous, one-dimensional, unsigned; bit b of a mask is element
+`start + b`. Nothing checks bounds: `start + 64 <= array.size` is the caller's duty.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES = 64
+_I64 = ir.IntType(64)
+
+
+def _load(context, builder, kind, value, start):
+    array = context.make_array(kind)(context, builder, value)
+    lane = ir.IntType(kind.dtype.bitwidth)
+    vector = ir.VectorType(lane, LANES)
+    at = builder.bitcast(builder.gep(array.data, [start]), vector.as_pointer())
+    return builder.load(at, align=kind.dtype.bitwidth // 8)
+
+
+def _splat(builder, value, vector):
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+@intrinsic
+def differ(typingctx, old, new, start):
+    """uint64 mask of the elements at `start` whose bits differ between two arrays of one dtype."""
+
+    def build(context, builder, signature, arguments):
+        one = _load(context, builder, signature.args[0], arguments[0], arguments[2])
+        two = _load(context, builder, signature.args[1], arguments[1], arguments[2])
+        return builder.bitcast(builder.icmp_unsigned("!=", one, two), _I64)
+
+    return types.uint64(old, new, types.intp), build
+
+
+@intrinsic
+def reach(typingctx, array, start, keep, threshold):
+    """uint64 mask of the elements at `start` with `element & keep >= threshold`, unsigned."""
+
+    def build(context, builder, signature, arguments):
+        vector = _load(context, builder, signature.args[0], arguments[0], arguments[1])
+        masked = builder.and_(vector, _splat(builder, arguments[2], vector.type))
+        return builder.bitcast(
+            builder.icmp_unsigned(">=", masked, _splat(builder, arguments[3], vector.type)), _I64
+        )
+
+    return types.uint64(array, types.intp, array.dtype, array.dtype), build
+
+
+@intrinsic
+def popcount(typingctx, mask):
+    """Number of ones, int64."""
+
+    def build(context, builder, signature, arguments):
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), build
+
+
+@intrinsic
+def lowest(typingctx, mask):
+    """Index of the lowest one, int64; 64 for 0."""
+
+    def build(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), build
