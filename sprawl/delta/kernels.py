@@ -99,10 +99,11 @@ def _blocks(size, part):
 
 
 @njit(cache=True, nogil=True)
-def scan(old, new, form, low, width, seen, last, classes, gaps, steps, at):
+def scan(old, new, form, low, width, seen, last, tally, classes, gaps, steps, at):
     """Append the changed elements of a piece to `classes` u16, `gaps` u32, `steps`, from index `at`; returns the end.
 
-    `seen` int64 [classes] counts elements met so far, `last` the rank of the last changed one. A gap is the distance,
+    `seen` int64 [classes] counts elements met so far, `last` is the rank of the last changed one and `tally` the number
+    of changed ones. A gap is the distance,
     in ranks of the class, to the previous changed element of that class (>= 1); a step the distance of the values in
     the ordered integers of the dtype. Within a class, elements come in order.
     """
@@ -134,6 +135,7 @@ def scan(old, new, form, low, width, seen, last, classes, gaps, steps, at):
                     gaps[at] = seen[c] - last[c]
                     steps[at] = _ordered(np.uint64(b_part[block + lane]), sign) - _ordered(a, sign)
                     last[c] = seen[c]
+                    tally[c] += 1
                     at += 1
             while change:
                 lane = lowest(change)
@@ -146,18 +148,28 @@ def scan(old, new, form, low, width, seen, last, classes, gaps, steps, at):
                 gaps[at] = rank - last[c]
                 steps[at] = _ordered(np.uint64(b_part[block + lane]), sign) - _ordered(a, sign)
                 last[c] = rank
+                tally[c] += 1
                 at += 1
     return at
 
 
 @njit(cache=True, nogil=True)
-def group_by_class(classes, gaps, steps, cursor, out_gaps, out_steps):
-    """Stable split by class: `cursor` int64 holds the start of every class and is advanced."""
+def group_by_class(classes, gaps, steps, passed, carry, cursor, out_gaps, out_steps):
+    """Append one unit's changes to a segment's streams, which are split by class; stable.
+
+    `cursor` int64 [classes] is where each class goes on and is advanced. `carry` int64 [classes] is how many elements
+    of the class lie behind its last changed one (the unit's first gap grows by it), `passed` that number within the
+    unit.
+    """
     for i in range(classes.size):
-        at = cursor[classes[i]]
-        out_gaps[at] = gaps[i]
+        c = classes[i]
+        at = cursor[c]
+        out_gaps[at] = gaps[i] + carry[c]
         out_steps[at] = steps[i]
-        cursor[classes[i]] = at + 1
+        carry[c] = 0
+        cursor[c] = at + 1
+    for c in range(passed.size):
+        carry[c] += passed[c]
 
 
 @njit(nogil=True, inline="always")
@@ -232,28 +244,6 @@ def locate(old, form, low, width, due, cursor, end, gaps, steps, offset, indices
                 values[found] = _restored(ordered, sign)
                 found += 1
     return found
-
-
-@njit(cache=True, nogil=True)
-def append_class_major(counts, passed, gaps, steps, carry, cursor, out_gaps, out_steps):
-    """Append one unit's class-major streams to a segment's: `cursor` int64 [classes] is advanced.
-
-    `carry` int64 [classes] is how many elements of the class lie behind its last changed one: the unit's first gap
-    grows by it. `passed` is the same number within the unit.
-    """
-    at = 0
-    for c in range(counts.size):
-        if counts[c] == 0:
-            carry[c] += passed[c]
-            continue
-        to = cursor[c]
-        for k in range(counts[c]):
-            out_gaps[to + k] = gaps[at + k]
-            out_steps[to + k] = steps[at + k]
-        out_gaps[to] += carry[c]
-        carry[c] = passed[c]
-        cursor[c] += counts[c]
-        at += counts[c]
 
 
 @njit(cache=True, nogil=True)

@@ -15,6 +15,7 @@ import torch
 
 from sprawl.delta import kernels
 from sprawl.delta.bits import BITS, NIBBLES, Bits, holds_nibbles, integer_view
+from sprawl.delta.scratch import scratch
 from sprawl.delta.state import State
 
 UNIT = 1 << 21
@@ -33,11 +34,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Found:
-    """The changed elements of a unit, class by class.
+    """The changed elements of a unit: `classes` u16, `gaps` u32 and `steps` [changed], as `kernels.scan` leaves them.
 
-    `counts` int64 [classes]; `gaps` u32 and `steps` [changed] in order of class; `passed` int64 [classes] elements
-    behind the last changed one. `changed` counts them per piece, `words` the tensor's own elements (fewer where
-    several nibbles of one changed).
+    Per class, int64: `counts` of them, and `passed`, the elements behind the last changed one. `changed` counts them
+    per piece, `words` the tensor's own elements (fewer where several nibbles of one changed).
     """
 
     pieces: list[Piece]
@@ -45,6 +45,7 @@ class Found:
     words: list[int]
     counts: np.ndarray
     passed: np.ndarray
+    classes: np.ndarray
     gaps: np.ndarray
     steps: np.ndarray
 
@@ -105,11 +106,11 @@ def codes_of(words: np.ndarray, bits: Bits) -> np.ndarray:
 
 
 def window(old: np.ndarray, bits: Bits) -> tuple[int, int]:
-    """First class and number of classes that are worth a vector compare: those with more than 1 % of the elements."""
+    """First class and number of classes that are worth a vector compare: those with more than 0.2 % of the elements."""
     counts = np.zeros(bits.classes, np.int64)
-    step = max(1, old.size // (4 * _SAMPLE))
-    kernels.count_classes(old[::step][: 4 * _SAMPLE], form_of(bits), counts)
-    common = np.flatnonzero(counts * 100 > counts.sum())
+    for start in range(0, old.size, max(_SAMPLE, old.size // 4)):
+        kernels.count_classes(old[start : start + _SAMPLE], form_of(bits), counts)
+    common = np.flatnonzero(counts * 500 > counts.sum())
     if common.size == 0:  # no class stands out: any bit pattern at all
         return int(counts.argmax()), 1
     low = int(common.min())
@@ -124,20 +125,21 @@ def scan_unit(pieces: list[Piece], base: State, new: State, bits: Bits) -> Found
     limit = sum(piece.stop - piece.start for piece in pieces)
     if bits is NIBBLES:
         limit *= 2 * base[pieces[0].name].element_size()
-    classes, gaps, steps = np.empty(limit, np.uint16), np.empty(limit, np.uint32), np.empty(limit, bits.unsigned)
-    seen, last = np.zeros(bits.classes, np.int64), np.zeros(bits.classes, np.int64)
+    classes, gaps = scratch("classes", limit, np.uint16), scratch("gaps", limit, np.uint32)
+    steps = scratch("steps", limit, bits.unsigned)
+    seen, last, counts = (np.zeros(bits.classes, np.int64) for _ in range(3))
     form = form_of(bits)
     changed, words = [], []
     at = 0
     for piece in pieces:
         old, now = (fetch(state[piece.name], piece.start, piece.stop) for state in (base, new))
         old_codes, new_codes = codes_of(old, bits), codes_of(now, bits)
-        end = kernels.scan(old_codes, new_codes, form, *window(old_codes, bits), seen, last, classes, gaps, steps, at)
+        low, width = window(old_codes, bits)
+        end = kernels.scan(
+            old_codes, new_codes, form, low, width, seen, last, counts, classes, gaps, steps, at
+        )
         changed.append(end - at)
         words.append(int(kernels.count_changed(old, now)) if bits is NIBBLES else end - at)
         at = end
-    counts = np.bincount(classes[:at], minlength=bits.classes)
-    cursor = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    grouped_gaps, grouped_steps = np.empty(at, np.uint32), np.empty(at, bits.unsigned)
-    kernels.group_by_class(classes[:at], gaps[:at], steps[:at], cursor, grouped_gaps, grouped_steps)
-    return Found(pieces, changed, words, counts, seen - last, grouped_gaps, grouped_steps)
+    kept = (array[:at].copy() for array in (classes, gaps, steps))
+    return Found(pieces, changed, words, counts, seen - last, *kept)

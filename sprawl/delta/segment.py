@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 
 from sprawl.delta import kernels
 from sprawl.delta.bits import NIBBLES, Bits
+from sprawl.delta.rans import decode_values, encode_values
 from sprawl.delta.scan import Found, codes_of, form_of, window
+from sprawl.delta.scratch import scratch
 from sprawl.errors import IntegrityError
 
 MAX_ELEMENTS = 1 << 26  # a segment ends with the unit that reaches this many elements
 MAX_CHANGED = 1 << 18  # or this many changed ones
 LIMIT = (1 << 32) - 1  # ranks and indices are u32
 _MIN_STREAM = 2048  # changed elements below which neighbouring classes share a stream
-_PCO = ChunkConfig(mode_spec=ModeSpec.classic(), delta_spec=DeltaSpec.no_op(), enable_8_bit=True)
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,12 @@ def _group_classes(counts: list[int]) -> list[int]:
 
 def _join(units: list[Found], bits: Bits) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     counts = np.sum([unit.counts for unit in units], axis=0)
-    gaps, steps = np.empty(counts.sum(), np.uint32), np.empty(counts.sum(), bits.unsigned)
+    total = int(counts.sum())
+    gaps, steps = scratch("segment_gaps", total, np.uint32), scratch("segment_steps", total, bits.unsigned)
     cursor = np.concatenate(([0], np.cumsum(counts)[:-1]))
     carry = np.zeros(bits.classes, np.int64)
     for unit in units:
-        kernels.append_class_major(unit.counts, unit.passed, unit.gaps, unit.steps, carry, cursor, gaps, steps)
+        kernels.group_by_class(unit.classes, unit.gaps, unit.steps, unit.passed, carry, cursor, gaps, steps)
     return counts, gaps, steps
 
 
@@ -95,22 +96,13 @@ def encode_segment(units: list[Found], bits: Bits) -> Segment:
     streams, parts, offset, member = [], [], 0, 0
     for size in _group_classes(used_counts):
         end = offset + sum(used_counts[member : member + size])
-        gap_bytes = standalone.simple_compress(gaps[offset:end], _PCO)
-        step_bytes = standalone.simple_compress(signed[offset:end], _PCO)
+        gap_bytes = encode_values(gaps[offset:end])
+        step_bytes = encode_values(signed[offset:end])
         parts += [gap_bytes, step_bytes]
         streams.append([end - offset, len(gap_bytes), len(step_bytes)])
         offset, member = end, member + size
     header = {"classes": [[int(c), n] for c, n in zip(used, used_counts, strict=True)], "streams": streams}
     return Segment(header, b"".join(parts))
-
-
-def _decompress(data: memoryview, values: np.ndarray) -> None:
-    try:
-        progress = standalone.simple_decompress_into(bytes(data), values)
-    except (RuntimeError, TypeError) as error:
-        raise IntegrityError(f"a delta stream does not decode: {' '.join(str(error).split())}") from None
-    if progress.n_processed != values.size or not progress.finished:
-        raise IntegrityError(f"a delta stream holds {progress.n_processed} values where its header says {values.size}")
 
 
 def decode_segment(
@@ -121,13 +113,13 @@ def decode_segment(
     Raises IntegrityError when the streams are damaged or do not belong to `olds`.
     """
     total = sum(changed)
-    gaps, steps = np.empty(total, np.uint32), np.empty(total, bits.unsigned)
+    gaps, steps = scratch("segment_gaps", total, np.uint32), scratch("segment_steps", total, bits.unsigned)
     signed = steps.view(f"i{bits.unsigned.itemsize}")
     offset = position = 0
     for count, gap_size, step_size in header["streams"]:
         middle, stop = position + gap_size, position + gap_size + step_size
-        _decompress(payload[position:middle], gaps[offset : offset + count])
-        _decompress(payload[middle:stop], signed[offset : offset + count])
+        decode_values(bytes(payload[position:middle]), gaps[offset : offset + count])
+        decode_values(bytes(payload[middle:stop]), signed[offset : offset + count])
         offset, position = offset + count, stop
     cursor, end = np.zeros(bits.classes, np.int64), np.zeros(bits.classes, np.int64)
     due = np.full(bits.classes, kernels.NEVER)

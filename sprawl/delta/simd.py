@@ -73,3 +73,13 @@ def lowest(typingctx, mask):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
     return types.int64(types.uint64), build
+
+
+@intrinsic
+def highest(typingctx, mask):
+    """Index of the highest one, int64; -1 for 0."""
+
+    def build(context, builder, signature, arguments):
+        return builder.sub(_I64(63), builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0)))
+
+    return types.int64(types.uint64), build
