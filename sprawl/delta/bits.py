@@ -31,6 +31,11 @@ class Bits:
     def classes(self) -> int:
         return self.mask + 1
 
+    @property
+    def slots(self) -> int:
+        """Entries of per-class arrays: the kernels' window is a multiple of four and may end beyond the last class."""
+        return self.classes + 3
+
 
 def _float(width: int, exponent: int, mantissa: int) -> Bits:
     return Bits(np.dtype(f"u{width // 8}"), 1 << (width - 1), mantissa, (1 << exponent) - 1)

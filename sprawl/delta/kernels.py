@@ -11,11 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sprawl.delta.simd import LANES, differ, lowest, popcount, reach
+from sprawl.delta.simd import LANES, differ, lowest, popcount, reach, reach_four
 
 NEVER = np.int64(2**62)
 MAX_WINDOW = 16
 _ONE = np.uint64(1)
+_TWO, _THREE, _FOUR = np.uint64(2), np.uint64(3), np.uint64(4)
 _ALL = np.uint64(2**64 - 1)
 _PAIRS = np.uint64(0x5555555555555555)
 _NIBBLES = np.uint64(0x3333333333333333)
@@ -56,7 +57,7 @@ def count_changed(old, new):
     """Number of elements whose bits differ."""
     changed = 0
     whole = old.size // LANES * LANES
-    for i in range(0, whole, LANES):
+    for i in range(np.uint64(0), np.uint64(whole), np.uint64(LANES)):
         changed += popcount(differ(old, new, i))
     for i in range(whole, old.size):
         changed += old[i] != new[i]
@@ -94,8 +95,21 @@ def _part(array, part):
 def _blocks(size, part):
     """Elements in the whole blocks of a part."""
     if part == 0:
-        return size // LANES * LANES
-    return LANES if size % LANES else 0
+        return np.uint64(size // LANES * LANES)
+    return np.uint64(LANES if size % LANES else 0)
+
+
+@njit(nogil=True, inline="always")
+def _split(array, block, keep, edges, k, above, masks):
+    """The members of four classes of the window, from k on, into `masks`; returns who is above them."""
+    one, two, three, four = reach_four(
+        array, block, keep, edges[k + _ONE], edges[k + _TWO], edges[k + _THREE], edges[k + _FOUR]
+    )
+    masks[k] = above & ~one
+    masks[k + _ONE] = one & ~two
+    masks[k + _TWO] = two & ~three
+    masks[k + _THREE] = three & ~four
+    return four
 
 
 @njit(cache=True, nogil=True)
@@ -103,54 +117,56 @@ def scan(old, new, form, low, width, seen, last, tally, classes, gaps, steps, at
     """Append the changed elements of a piece to `classes` u16, `gaps` u32, `steps`, from index `at`; returns the end.
 
     `seen` int64 [classes] counts elements met so far, `last` is the rank of the last changed one and `tally` the number
-    of changed ones. A gap is the distance,
-    in ranks of the class, to the previous changed element of that class (>= 1); a step the distance of the values in
-    the ordered integers of the dtype. Within a class, elements come in order.
+    of changed ones. A gap is the distance, in ranks of the class, to the previous changed element of that class
+    (>= 1); a step the distance of the values in the ordered integers of the dtype. Within a class, elements come in
+    order.
     """
     sign, shift, mask = form[0], form[1], form[2]
     keep, edges = _window(old, form, low, width)
     masks = np.zeros(MAX_WINDOW, np.uint64)
+    first, wide, at = np.uint64(low), np.uint64(width), np.uint64(at)
     for part in range(2):
         a_part, b_part, size = _part(old, part), _part(new, part), _blocks(old.size, part)
-        for block in range(0, size, LANES):
+        valid = _ALL if part == 0 else (_ONE << np.uint64(old.size % LANES)) - _ONE
+        for block in range(np.uint64(0), size, np.uint64(LANES)):
             change = differ(a_part, b_part, block)
-            valid = _ALL if part == 0 else (_ONE << np.uint64(old.size % LANES)) - _ONE
             above = reach(a_part, block, keep, edges[0]) & valid
             outside = ~above & valid
-            for k in range(width):
-                beyond = reach(a_part, block, keep, edges[k + 1]) & above
-                masks[k] = above ^ beyond
-                seen[low + k] += popcount(above ^ beyond)
-                above = beyond
-            outside |= above
+            for k in range(np.uint64(0), wide, _FOUR):
+                above = _split(a_part, block, keep, edges, k, above, masks)
+                seen[first + k] += popcount(masks[k])
+                seen[first + k + _ONE] += popcount(masks[k + _ONE])
+                seen[first + k + _TWO] += popcount(masks[k + _TWO])
+                seen[first + k + _THREE] += popcount(masks[k + _THREE])
+            outside |= above & valid
             while outside:
                 lane = lowest(outside)
                 outside &= outside - _ONE
                 a = np.uint64(a_part[block + lane])
-                c = np.int64((a >> shift) & mask)
+                c = (a >> shift) & mask
                 seen[c] += 1
-                if (change >> np.uint64(lane)) & _ONE:
-                    change ^= _ONE << np.uint64(lane)
+                if (change >> lane) & _ONE:
+                    change ^= _ONE << lane
                     classes[at] = c
                     gaps[at] = seen[c] - last[c]
                     steps[at] = _ordered(np.uint64(b_part[block + lane]), sign) - _ordered(a, sign)
                     last[c] = seen[c]
                     tally[c] += 1
-                    at += 1
+                    at += _ONE
             while change:
                 lane = lowest(change)
                 change &= change - _ONE
                 a = np.uint64(a_part[block + lane])
-                c = np.int64((a >> shift) & mask)
+                c = (a >> shift) & mask
                 # `seen` is already past this block: take back the members of the class behind this one.
-                rank = seen[c] - popcount((masks[c - low] >> np.uint64(lane)) >> _ONE)
+                rank = seen[c] - popcount((masks[c - first] >> lane) >> _ONE)
                 classes[at] = c
                 gaps[at] = rank - last[c]
                 steps[at] = _ordered(np.uint64(b_part[block + lane]), sign) - _ordered(a, sign)
                 last[c] = rank
                 tally[c] += 1
-                at += 1
-    return at
+                at += _ONE
+    return np.int64(at)
 
 
 @njit(cache=True, nogil=True)
@@ -175,75 +191,79 @@ def group_by_class(classes, gaps, steps, passed, carry, cursor, out_gaps, out_st
 @njit(nogil=True, inline="always")
 def _select(mask, rank):
     """Position of the one with `rank` ones below it; `mask` has more than `rank`. No branches: ranks are random."""
-    sums = mask - ((mask >> np.uint64(1)) & _PAIRS)
-    sums = (sums & _NIBBLES) + ((sums >> np.uint64(2)) & _NIBBLES)
-    sums = ((sums + (sums >> np.uint64(4))) & _BYTES) * _EVERY  # byte k: ones in bytes 0 to k
-    below = (((np.uint64(rank) * _EVERY) | _HIGH) - sums) & _HIGH
-    shift = np.uint64(popcount(below) * 8)
-    left = np.int64(np.uint64(rank) - (((sums << np.uint64(8)) >> shift) & np.uint64(255)))
-    return np.int64(shift) + _IN_BYTE[left, np.int64((mask >> shift) & np.uint64(255))]
+    sums = mask - ((mask >> _ONE) & _PAIRS)
+    sums = (sums & _NIBBLES) + ((sums >> _TWO) & _NIBBLES)
+    sums = ((sums + (sums >> _FOUR)) & _BYTES) * _EVERY  # byte k: ones in bytes 0 to k
+    below = (((rank * _EVERY) | _HIGH) - sums) & _HIGH
+    shift = np.uint64(popcount(below)) << _THREE
+    left = rank - (((sums << np.uint64(8)) >> shift) & np.uint64(255))
+    return shift + np.uint64(_IN_BYTE[left, (mask >> shift) & np.uint64(255)])
 
 
 @njit(cache=True, nogil=True)
 def locate(old, form, low, width, due, cursor, end, gaps, steps, offset, indices, values):
     """Inverse of `scan` for one piece: fill `indices` u32 (counted from `offset`) and `values`, both ascending.
 
-    Per class: `due` int64 is how many elements to pass before the next changed one, `cursor` and `end` where its
-    gaps and steps are. Returns how many were found, -1 when `indices` is too short for them (another base).
+    Per class: `due` int64 is how many elements to pass before the next changed one, `cursor` and `end` uint64 where
+    its gaps and steps are. Returns how many were found, -1 when `indices` is too short for them (another base).
     """
     sign, shift, mask = form[0], form[1], form[2]
     keep, edges = _window(old, form, low, width)
-    found_steps = np.zeros(LANES, steps.dtype)
-    found = 0
+    found_steps, masks = np.zeros(LANES, steps.dtype), np.zeros(MAX_WINDOW, np.uint64)
+    first, wide, found = np.uint64(low), np.uint64(width), np.uint64(0)
     for part in range(2):
         a_part, size = _part(old, part), _blocks(old.size, part)
-        start = offset if part == 0 else offset + old.size // LANES * LANES
-        for block in range(0, size, LANES):
-            valid = _ALL if part == 0 else (_ONE << np.uint64(old.size % LANES)) - _ONE
+        start = np.uint64(offset if part == 0 else offset + old.size // LANES * LANES)
+        valid = _ALL if part == 0 else (_ONE << np.uint64(old.size % LANES)) - _ONE
+        for block in range(np.uint64(0), size, np.uint64(LANES)):
             change = np.uint64(0)
             above = reach(a_part, block, keep, edges[0]) & valid
             outside = ~above & valid
-            for k in range(width):
-                beyond = reach(a_part, block, keep, edges[k + 1]) & above
-                inside = above ^ beyond
-                above = beyond
-                c = low + k
+            hits = np.uint64(0)  # classes of the window whose next changed element is in this block
+            for k in range(np.uint64(0), wide, _FOUR):
+                above = _split(a_part, block, keep, edges, k, above, masks)
+                for j in range(k, k + _FOUR):
+                    ahead = due[first + j] - popcount(masks[j])
+                    due[first + j] = ahead
+                    hits |= (np.uint64(ahead) >> np.uint64(63)) << j
+            while hits:
+                k = lowest(hits)
+                hits &= hits - _ONE
+                c = first + k
+                inside = masks[k]
                 count = popcount(inside)
-                ahead = due[c] - count
-                due[c] = ahead
-                if ahead < 0:
-                    wanted = ahead + count
-                    at = cursor[c]
-                    while wanted < count:
-                        lane = _select(inside, wanted)
-                        found_steps[lane] = steps[at]
-                        change |= _ONE << np.uint64(lane)
-                        at += 1
-                        wanted += np.int64(gaps[at]) if at < end[c] else NEVER
-                    cursor[c] = at
-                    due[c] = wanted - count
-            outside |= above
+                wanted = due[c] + count
+                at = cursor[c]
+                while wanted < count:
+                    lane = _select(inside, np.uint64(wanted))
+                    found_steps[lane] = steps[at]
+                    change |= _ONE << lane
+                    at += _ONE
+                    wanted += np.int64(gaps[at]) if at < end[c] else NEVER
+                cursor[c] = at
+                due[c] = wanted - count
+            outside |= above & valid
             while outside:
                 lane = lowest(outside)
                 outside &= outside - _ONE
-                c = np.int64((np.uint64(a_part[block + lane]) >> shift) & mask)
+                c = (np.uint64(a_part[block + lane]) >> shift) & mask
                 if due[c] == 0:
                     at = cursor[c]
                     found_steps[lane] = steps[at]
-                    change |= _ONE << np.uint64(lane)
-                    cursor[c] = at + 1
-                    due[c] = np.int64(gaps[at + 1]) if at + 1 < end[c] else NEVER
+                    change |= _ONE << lane
+                    cursor[c] = at + _ONE
+                    due[c] = np.int64(gaps[at + _ONE]) if at + _ONE < end[c] else NEVER
                 due[c] -= 1
             while change:
                 lane = lowest(change)
                 change &= change - _ONE
-                if found == indices.size:
+                if found == np.uint64(indices.size):
                     return -1
                 ordered = _ordered(np.uint64(a_part[block + lane]), sign) + np.uint64(found_steps[lane])
                 indices[found] = start + block + lane
                 values[found] = _restored(ordered, sign)
-                found += 1
-    return found
+                found += _ONE
+    return np.int64(found)
 
 
 @njit(cache=True, nogil=True)

@@ -106,15 +106,15 @@ def codes_of(words: np.ndarray, bits: Bits) -> np.ndarray:
 
 
 def window(old: np.ndarray, bits: Bits) -> tuple[int, int]:
-    """First class and number of classes that are worth a vector compare: those with more than 0.2 % of the elements."""
+    """First class and number of classes (a multiple of four) that are worth a vector compare: those with more than 0.2 % of the elements."""
     counts = np.zeros(bits.classes, np.int64)
     for start in range(0, old.size, max(_SAMPLE, old.size // 4)):
         kernels.count_classes(old[start : start + _SAMPLE], form_of(bits), counts)
     common = np.flatnonzero(counts * 500 > counts.sum())
     if common.size == 0:  # no class stands out: any bit pattern at all
-        return int(counts.argmax()), 1
+        return int(counts.argmax()), 4
     low = int(common.min())
-    width = min(int(common.max()) - low + 1, kernels.MAX_WINDOW)
+    width = min(-(-(int(common.max()) - low + 1) // 4) * 4, kernels.MAX_WINDOW)
     if low + width <= common.max():  # two far groups of magnitudes: keep the heavier neighbourhood
         low = int(np.convolve(counts, np.ones(width, np.int64), "valid").argmax())
     return low, width
@@ -127,7 +127,7 @@ def scan_unit(pieces: list[Piece], base: State, new: State, bits: Bits) -> Found
         limit *= 2 * base[pieces[0].name].element_size()
     classes, gaps = scratch("classes", limit, np.uint16), scratch("gaps", limit, np.uint32)
     steps = scratch("steps", limit, bits.unsigned)
-    seen, last, counts = (np.zeros(bits.classes, np.int64) for _ in range(3))
+    seen, last, counts = (np.zeros(bits.slots, np.int64) for _ in range(3))
     form = form_of(bits)
     changed, words = [], []
     at = 0

@@ -81,7 +81,7 @@ def _join(units: list[Found], bits: Bits) -> tuple[np.ndarray, np.ndarray, np.nd
     total = int(counts.sum())
     gaps, steps = scratch("segment_gaps", total, np.uint32), scratch("segment_steps", total, bits.unsigned)
     cursor = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    carry = np.zeros(bits.classes, np.int64)
+    carry = np.zeros(bits.slots, np.int64)
     for unit in units:
         kernels.group_by_class(unit.classes, unit.gaps, unit.steps, unit.passed, carry, cursor, gaps, steps)
     return counts, gaps, steps
@@ -121,8 +121,8 @@ def decode_segment(
         decode_values(bytes(payload[position:middle]), gaps[offset : offset + count])
         decode_values(bytes(payload[middle:stop]), signed[offset : offset + count])
         offset, position = offset + count, stop
-    cursor, end = np.zeros(bits.classes, np.int64), np.zeros(bits.classes, np.int64)
-    due = np.full(bits.classes, kernels.NEVER)
+    cursor, end = np.zeros(bits.slots, np.uint64), np.zeros(bits.slots, np.uint64)
+    due = np.full(bits.slots, kernels.NEVER)
     at = 0
     for class_, count in header["classes"]:
         cursor[class_], end[class_] = at, at + count

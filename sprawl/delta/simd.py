@@ -2,7 +2,8 @@
 
 Written as portable LLVM vectors, so that the same code is AVX-512 mask instructions on one machine and SSE or NEON
 on another, with the same result. Arrays are C-contiguous, one-dimensional, unsigned; bit b of a mask is element
-`start + b`. Nothing checks bounds: `start + 64 <= array.size` is the caller's duty.
+`start + b`. Nothing checks bounds: `start + 64 <= array.size` is the caller's duty. Positions are uint64: numba looks
+for negative indices wherever a signed one could be, which costs more than the rest of these loops.
 """
 
 from __future__ import annotations
@@ -29,6 +30,15 @@ def _splat(builder, value, vector):
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
 
 
+def _masked(context, builder, signature, arguments):
+    vector = _load(context, builder, signature.args[0], arguments[0], arguments[1])
+    return builder.and_(vector, _splat(builder, arguments[2], vector.type))
+
+
+def _at_least(builder, vector, threshold):
+    return builder.bitcast(builder.icmp_unsigned(">=", vector, _splat(builder, threshold, vector.type)), _I64)
+
+
 @intrinsic
 def differ(typingctx, old, new, start):
     """uint64 mask of the elements at `start` whose bits differ between two arrays of one dtype."""
@@ -38,7 +48,7 @@ def differ(typingctx, old, new, start):
         two = _load(context, builder, signature.args[1], arguments[1], arguments[2])
         return builder.bitcast(builder.icmp_unsigned("!=", one, two), _I64)
 
-    return types.uint64(old, new, types.intp), build
+    return types.uint64(old, new, types.uint64), build
 
 
 @intrinsic
@@ -46,13 +56,23 @@ def reach(typingctx, array, start, keep, threshold):
     """uint64 mask of the elements at `start` with `element & keep >= threshold`, unsigned."""
 
     def build(context, builder, signature, arguments):
-        vector = _load(context, builder, signature.args[0], arguments[0], arguments[1])
-        masked = builder.and_(vector, _splat(builder, arguments[2], vector.type))
-        return builder.bitcast(
-            builder.icmp_unsigned(">=", masked, _splat(builder, arguments[3], vector.type)), _I64
-        )
+        masked = _masked(context, builder, signature, arguments)
+        return _at_least(builder, masked, arguments[3])
 
-    return types.uint64(array, types.intp, array.dtype, array.dtype), build
+    return types.uint64(array, types.uint64, array.dtype, array.dtype), build
+
+
+@intrinsic
+def reach_four(typingctx, array, start, keep, first, second, third, fourth):
+    """`reach` for four thresholds, with the elements loaded once: a tuple of masks."""
+
+    def build(context, builder, signature, arguments):
+        masked = _masked(context, builder, signature, arguments)
+        masks = [_at_least(builder, masked, threshold) for threshold in arguments[3:]]
+        return context.make_tuple(builder, signature.return_type, masks)
+
+    of = array.dtype
+    return types.UniTuple(types.uint64, 4)(array, types.uint64, of, of, of, of, of), build
 
 
 @intrinsic
@@ -67,12 +87,12 @@ def popcount(typingctx, mask):
 
 @intrinsic
 def lowest(typingctx, mask):
-    """Index of the lowest one, int64; 64 for 0."""
+    """Index of the lowest one, uint64; 64 for 0."""
 
     def build(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
-    return types.int64(types.uint64), build
+    return types.uint64(types.uint64), build
 
 
 @intrinsic
