@@ -79,7 +79,12 @@ def _masters(elements: int, generator: torch.Generator) -> dict[str, torch.Tenso
     masters = {"norm.weight": 1 + 0.1 * torch.randn(side, generator=generator)}
     masters["q_proj.bias"] = 0.3 * torch.randn(side, generator=generator)
     rows = elements // side
-    for name, share, scale in (("q_proj", 1, 0.04), ("o_proj", 1, 0.02), ("up_proj", 3, 0.025), ("down_proj", 3, 0.015)):
+    for name, share, scale in (
+        ("q_proj", 1, 0.04),
+        ("o_proj", 1, 0.02),
+        ("up_proj", 3, 0.025),
+        ("down_proj", 3, 0.015),
+    ):
         masters[f"{name}.weight"] = scale * torch.randn(rows * share // 8, side, generator=generator)
     return masters
 

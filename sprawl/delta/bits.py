@@ -18,14 +18,17 @@ from sprawl.delta.state import raw_bytes
 class Bits:
     """Integer view of a dtype.
 
-    `sign` is the sign bit of a sign-magnitude float (0: plain integers, ordered modulo 2**width as they are).
-    The class of an element is `(bits >> shift) & mask`: a float's exponent, or 0 where values have no exponent.
+    An element is `(word >> base) & full` of an unsigned word. `sign` is the sign bit of a sign-magnitude float (0:
+    plain integers, ordered modulo 2**width as they are). The class of an element is `(element >> shift) & mask`: a
+    float's exponent, or 0 where values have no exponent.
     """
 
     unsigned: np.dtype
     sign: int
     shift: int
     mask: int
+    full: int
+    base: int = 0
 
     @property
     def classes(self) -> int:
@@ -38,11 +41,11 @@ class Bits:
 
 
 def _float(width: int, exponent: int, mantissa: int) -> Bits:
-    return Bits(np.dtype(f"u{width // 8}"), 1 << (width - 1), mantissa, (1 << exponent) - 1)
+    return Bits(np.dtype(f"u{width // 8}"), 1 << (width - 1), mantissa, (1 << exponent) - 1, (1 << width) - 1)
 
 
 def _integer(width: int) -> Bits:
-    return Bits(np.dtype(f"u{width // 8}"), 0, 0, 0)
+    return Bits(np.dtype(f"u{width // 8}"), 0, 0, 0, (1 << width) - 1)
 
 
 BITS: dict[torch.dtype, Bits] = {
@@ -62,20 +65,24 @@ BITS: dict[torch.dtype, Bits] = {
 """Dtypes that can be sent as a delta; any other dtype is sent whole when it changes."""
 
 
-NIBBLES = Bits(np.dtype("u1"), 0, 0, 15)
-"""Four-bit codes, one a byte: every code is a class of its own, steps are differences of codes."""
+def _nibbles(sign: int) -> tuple[Bits, Bits]:
+    """Low and high halves of bytes. Three bits of a code are its class: the magnitude, where one bit is a sign."""
+    return Bits(np.dtype("u1"), sign, 0, 7, 15, 0), Bits(np.dtype("u1"), sign, 0, 7, 15, 4)
 
-_PACKED = (torch.uint8, torch.int32)
+
+PACKED: dict[torch.dtype, tuple[Bits, Bits]] = {torch.uint8: _nibbles(8), torch.int32: _nibbles(0)}
+"""Dtypes that may hold packed codes, and how these are seen in the bytes: fp4 as sign and magnitude, int4 plain."""
+
 _NIBBLE_BITS = 2.5  # entropy per position above which the words of a tensor are taken for packed codes
 
 
-def holds_nibbles(dtype: torch.dtype, sample: np.ndarray) -> bool:
+def holds_nibbles(sample: np.ndarray) -> bool:
     """Whether words (unsigned, any shape) look like packed four-bit codes: no nibble position is predictable.
 
     Block scales, indices and masks leave some positions nearly constant. A wrong guess costs bytes, never bits of
     the result: which view was taken is part of the delta.
     """
-    if dtype not in _PACKED or sample.size < 64:
+    if sample.size < 64:
         return False
     for position in range(sample.itemsize * 2):
         codes = (sample >> sample.dtype.type(4 * position)) & sample.dtype.type(15)

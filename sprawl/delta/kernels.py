@@ -1,9 +1,9 @@
 """Compiled inner loops of the codec. All take unsigned integer views and work modulo 2**width: never float addition.
 
-Conventions: `old`, `new` uint8/16/32/64 [n]. `form` is uint64 [3]: sign, shift and mask of `sprawl.delta.bits.Bits`;
-the class of an element is `(old >> shift) & mask`. Ranks count the elements of a class, over all pieces of a segment
-in order. `low` and `width` name the window of classes that are counted by vector compares, 64 elements at a time;
-the few elements outside it are counted one by one. The window changes speed, never the result.
+Conventions: `old`, `new` uint8/16/32/64 [n]. `form` is uint64 [5]: sign, shift, mask, base and full of
+`sprawl.delta.bits.Bits`. Ranks count the elements of a class, over all pieces of a segment in order. `low` and `width`
+(a multiple of four) name the window of classes that are counted by vector compares, 64 elements at a time; the few
+elements outside it are counted one by one. The window changes speed, never the result.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _NIBBLES = np.uint64(0x3333333333333333)
 _BYTES = np.uint64(0x0F0F0F0F0F0F0F0F)
 _EVERY = np.uint64(0x0101010101010101)
 _HIGH = np.uint64(0x8080808080808080)
+_BLOCK = np.uint64(LANES)
 
 
 def _in_byte() -> np.ndarray:
@@ -38,18 +39,18 @@ _IN_BYTE = _in_byte()
 
 
 @njit(nogil=True, inline="always")
-def _ordered(bits, sign):
-    """Order map: sign-magnitude to unsigned integers in the order of the values, on the low bits of the width."""
+def _ordered(bits, sign, full):
+    """Order map: sign-magnitude to unsigned integers in the order of the values."""
     if sign:
-        return ~bits if bits & sign else bits | sign
+        return ~bits & full if bits & sign else bits | sign
     return bits
 
 
 @njit(nogil=True, inline="always")
-def _restored(ordered, sign):
+def _restored(ordered, sign, full):
     if sign:
-        return ordered ^ sign if ordered & sign else ~ordered
-    return ordered
+        return (ordered ^ sign if ordered & sign else ~ordered) & full
+    return ordered & full
 
 
 @njit(cache=True, nogil=True)
@@ -57,8 +58,9 @@ def count_changed(old, new):
     """Number of elements whose bits differ."""
     changed = 0
     whole = old.size // LANES * LANES
-    for i in range(np.uint64(0), np.uint64(whole), np.uint64(LANES)):
-        changed += popcount(differ(old, new, i))
+    every = old.dtype.type(_ALL)
+    for i in range(np.uint64(0), np.uint64(whole), _BLOCK):
+        changed += popcount(differ(old, new, i, every))
     for i in range(whole, old.size):
         changed += old[i] != new[i]
     return changed
@@ -68,7 +70,7 @@ def count_changed(old, new):
 def count_classes(old, form, counts):
     """Add the elements of `old` to `counts` int64 [classes], by class."""
     for i in range(old.size):
-        counts[np.int64((np.uint64(old[i]) >> form[1]) & form[2])] += 1
+        counts[(np.uint64(old[i]) >> (form[1] + form[3])) & form[2]] += 1
 
 
 @njit(nogil=True)
@@ -76,8 +78,8 @@ def _window(old, form, low, width):
     """The mask that keeps an element's class bits, and the smallest class bits of each class of the window."""
     edges = np.empty(width + 1, old.dtype)
     for k in range(width + 1):
-        edges[k] = np.uint64(low + k) << form[1]
-    return old.dtype.type(form[2] << form[1]), edges
+        edges[k] = np.uint64(low + k) << (form[1] + form[3])
+    return old.dtype.type(form[2] << (form[1] + form[3])), edges
 
 
 @njit(nogil=True)
@@ -100,72 +102,76 @@ def _blocks(size, part):
 
 
 @njit(nogil=True, inline="always")
-def _split(array, block, keep, edges, k, above, masks):
-    """The members of four classes of the window, from k on, into `masks`; returns who is above them."""
+def _count(array, block, keep, edges, k, reached, passed):
+    """Who is at or above each of four edges of the window, from the one after k on: masks and running counts."""
     one, two, three, four = reach_four(
         array, block, keep, edges[k + _ONE], edges[k + _TWO], edges[k + _THREE], edges[k + _FOUR]
     )
-    masks[k] = above & ~one
-    masks[k + _ONE] = one & ~two
-    masks[k + _TWO] = two & ~three
-    masks[k + _THREE] = three & ~four
-    return four
+    reached[k + _ONE], reached[k + _TWO], reached[k + _THREE], reached[k + _FOUR] = one, two, three, four
+    passed[k + _ONE] += popcount(one)
+    passed[k + _TWO] += popcount(two)
+    passed[k + _THREE] += popcount(three)
+    passed[k + _FOUR] += popcount(four)
 
 
 @njit(cache=True, nogil=True)
 def scan(old, new, form, low, width, seen, last, tally, classes, gaps, steps, at):
     """Append the changed elements of a piece to `classes` u16, `gaps` u32, `steps`, from index `at`; returns the end.
 
-    `seen` int64 [classes] counts elements met so far, `last` is the rank of the last changed one and `tally` the number
+    `seen` int64 [slots] counts elements met so far, `last` is the rank of the last changed one and `tally` the number
     of changed ones. A gap is the distance, in ranks of the class, to the previous changed element of that class
     (>= 1); a step the distance of the values in the ordered integers of the dtype. Within a class, elements come in
     order.
     """
-    sign, shift, mask = form[0], form[1], form[2]
+    sign, shift, mask, base, full = form[0], form[1], form[2], form[3], form[4]
     keep, edges = _window(old, form, low, width)
-    masks = np.zeros(MAX_WINDOW, np.uint64)
+    field = old.dtype.type(full << base)
+    reached, passed = np.zeros(MAX_WINDOW + 1, np.uint64), np.zeros(MAX_WINDOW + 1, np.int64)
     first, wide, at = np.uint64(low), np.uint64(width), np.uint64(at)
     for part in range(2):
         a_part, b_part, size = _part(old, part), _part(new, part), _blocks(old.size, part)
         valid = _ALL if part == 0 else (_ONE << np.uint64(old.size % LANES)) - _ONE
-        for block in range(np.uint64(0), size, np.uint64(LANES)):
-            change = differ(a_part, b_part, block)
-            above = reach(a_part, block, keep, edges[0]) & valid
-            outside = ~above & valid
+        for block in range(np.uint64(0), size, _BLOCK):
+            change = differ(a_part, b_part, block, field)
+            inside = reach(a_part, block, keep, edges[0]) & valid
+            reached[0] = inside
+            passed[0] += popcount(inside)
             for k in range(np.uint64(0), wide, _FOUR):
-                above = _split(a_part, block, keep, edges, k, above, masks)
-                seen[first + k] += popcount(masks[k])
-                seen[first + k + _ONE] += popcount(masks[k + _ONE])
-                seen[first + k + _TWO] += popcount(masks[k + _TWO])
-                seen[first + k + _THREE] += popcount(masks[k + _THREE])
-            outside |= above & valid
+                _count(a_part, block, keep, edges, k, reached, passed)
+            outside = (~inside | reached[wide]) & valid
             while outside:
                 lane = lowest(outside)
                 outside &= outside - _ONE
-                a = np.uint64(a_part[block + lane])
+                a = (np.uint64(a_part[block + lane]) >> base) & full
                 c = (a >> shift) & mask
                 seen[c] += 1
                 if (change >> lane) & _ONE:
+                    b = (np.uint64(b_part[block + lane]) >> base) & full
                     change ^= _ONE << lane
                     classes[at] = c
                     gaps[at] = seen[c] - last[c]
-                    steps[at] = _ordered(np.uint64(b_part[block + lane]), sign) - _ordered(a, sign)
+                    steps[at] = _ordered(b, sign, full) - _ordered(a, sign, full)
                     last[c] = seen[c]
                     tally[c] += 1
                     at += _ONE
             while change:
                 lane = lowest(change)
                 change &= change - _ONE
-                a = np.uint64(a_part[block + lane])
+                a = (np.uint64(a_part[block + lane]) >> base) & full
+                b = (np.uint64(b_part[block + lane]) >> base) & full
                 c = (a >> shift) & mask
-                # `seen` is already past this block: take back the members of the class behind this one.
-                rank = seen[c] - popcount((masks[c - first] >> lane) >> _ONE)
+                k = c - first
+                # The counts are already past this block: take back the members of the class behind this one.
+                behind = popcount(((reached[k] & ~reached[k + _ONE]) >> lane) >> _ONE)
+                rank = seen[c] + passed[k] - passed[k + _ONE] - behind
                 classes[at] = c
                 gaps[at] = rank - last[c]
-                steps[at] = _ordered(np.uint64(b_part[block + lane]), sign) - _ordered(a, sign)
+                steps[at] = _ordered(b, sign, full) - _ordered(a, sign, full)
                 last[c] = rank
                 tally[c] += 1
                 at += _ONE
+    for k in range(wide):
+        seen[first + k] += passed[k] - passed[k + _ONE]
     return np.int64(at)
 
 
@@ -205,48 +211,49 @@ def locate(old, form, low, width, due, cursor, end, gaps, steps, offset, indices
     """Inverse of `scan` for one piece: fill `indices` u32 (counted from `offset`) and `values`, both ascending.
 
     Per class: `due` int64 is how many elements to pass before the next changed one, `cursor` and `end` uint64 where
-    its gaps and steps are. Returns how many were found, -1 when `indices` is too short for them (another base).
+    its gaps and steps are. Values are those of the field (`full` bits, not shifted to their base). Returns how many
+    were found, -1 when `indices` is too short for them (another base).
     """
-    sign, shift, mask = form[0], form[1], form[2]
+    sign, shift, mask, base, full = form[0], form[1], form[2], form[3], form[4]
     keep, edges = _window(old, form, low, width)
-    found_steps, masks = np.zeros(LANES, steps.dtype), np.zeros(MAX_WINDOW, np.uint64)
+    reached, passed = np.zeros(MAX_WINDOW + 1, np.uint64), np.zeros(MAX_WINDOW + 1, np.int64)
+    found_steps, targets = np.zeros(LANES, steps.dtype), np.zeros(MAX_WINDOW, np.int64)
+    targets[:width] = due[low : low + width]
     first, wide, found = np.uint64(low), np.uint64(width), np.uint64(0)
     for part in range(2):
         a_part, size = _part(old, part), _blocks(old.size, part)
         start = np.uint64(offset if part == 0 else offset + old.size // LANES * LANES)
         valid = _ALL if part == 0 else (_ONE << np.uint64(old.size % LANES)) - _ONE
-        for block in range(np.uint64(0), size, np.uint64(LANES)):
+        for block in range(np.uint64(0), size, _BLOCK):
             change = np.uint64(0)
-            above = reach(a_part, block, keep, edges[0]) & valid
-            outside = ~above & valid
+            inside = reach(a_part, block, keep, edges[0]) & valid
+            reached[0] = inside
+            passed[0] += popcount(inside)
             hits = np.uint64(0)  # classes of the window whose next changed element is in this block
             for k in range(np.uint64(0), wide, _FOUR):
-                above = _split(a_part, block, keep, edges, k, above, masks)
+                _count(a_part, block, keep, edges, k, reached, passed)
                 for j in range(k, k + _FOUR):
-                    ahead = due[first + j] - popcount(masks[j])
-                    due[first + j] = ahead
-                    hits |= (np.uint64(ahead) >> np.uint64(63)) << j
+                    hits |= (np.uint64(targets[j] + passed[j + _ONE] - passed[j]) >> np.uint64(63)) << j
             while hits:
                 k = lowest(hits)
                 hits &= hits - _ONE
-                c = first + k
-                inside = masks[k]
-                count = popcount(inside)
-                wanted = due[c] + count
-                at = cursor[c]
-                while wanted < count:
-                    lane = _select(inside, np.uint64(wanted))
+                members = reached[k] & ~reached[k + _ONE]
+                until = passed[k] - passed[k + _ONE]
+                before = until - popcount(members)
+                target, at, stop = targets[k], cursor[first + k], end[first + k]
+                while target < until:
+                    lane = _select(members, np.uint64(target - before))
                     found_steps[lane] = steps[at]
                     change |= _ONE << lane
                     at += _ONE
-                    wanted += np.int64(gaps[at]) if at < end[c] else NEVER
-                cursor[c] = at
-                due[c] = wanted - count
-            outside |= above & valid
+                    target += np.int64(gaps[at]) if at < stop else NEVER
+                cursor[first + k] = at
+                targets[k] = target
+            outside = (~inside | reached[wide]) & valid
             while outside:
                 lane = lowest(outside)
                 outside &= outside - _ONE
-                c = (np.uint64(a_part[block + lane]) >> shift) & mask
+                c = (np.uint64(a_part[block + lane]) >> (shift + base)) & mask
                 if due[c] == 0:
                     at = cursor[c]
                     found_steps[lane] = steps[at]
@@ -259,43 +266,53 @@ def locate(old, form, low, width, due, cursor, end, gaps, steps, offset, indices
                 change &= change - _ONE
                 if found == np.uint64(indices.size):
                     return -1
-                ordered = _ordered(np.uint64(a_part[block + lane]), sign) + np.uint64(found_steps[lane])
+                a = (np.uint64(a_part[block + lane]) >> base) & full
                 indices[found] = start + block + lane
-                values[found] = _restored(ordered, sign)
+                values[found] = _restored(_ordered(a, sign, full) + np.uint64(found_steps[lane]), sign, full)
                 found += _ONE
+    for k in range(wide):
+        due[first + k] = targets[k] - (passed[k] - passed[k + _ONE])
     return np.int64(found)
 
 
 @njit(cache=True, nogil=True)
-def unpack_nibbles(words, out):
-    """Four-bit codes of unsigned `words` [n], lowest first, into `out` uint8 [n * 2 * itemsize]."""
-    per = out.size // words.size
-    for i in range(words.size):
-        word = np.uint64(words[i])
-        for k in range(per):
-            out[i * per + k] = (word >> np.uint64(4 * k)) & np.uint64(15)
+def merge_halves(octets, offset, low_at, low, high_at, high, indices, values):
+    """Patch of `octets` (whose first is number `offset`) from those of its low and its high nibbles, all ascending.
+
+    Returns how many were written to `indices` and `values`.
+    """
+    i = j = found = 0
+    while i < low_at.size or j < high_at.size:
+        if j == high_at.size or (i < low_at.size and low_at[i] <= high_at[j]):
+            at = np.int64(low_at[i])
+        else:
+            at = np.int64(high_at[j])
+        octet = octets[at - offset]
+        if i < low_at.size and low_at[i] == at:
+            octet = (octet & np.uint8(0xF0)) | low[i]
+            i += 1
+        if j < high_at.size and high_at[j] == at:
+            octet = (octet & np.uint8(0x0F)) | (high[j] << np.uint8(4))
+            j += 1
+        indices[found], values[found] = at, octet
+        found += 1
+    return found
 
 
 @njit(cache=True, nogil=True)
-def fold_nibbles(words, start, codes_at, codes, indices, values):
-    """Patch of `words` (whose first is element `start` of its tensor) that sets code `codes_at[k]` to `codes[k]`.
-
-    `codes_at` ascends and counts codes from the first of `words`. Returns the number of words written to `indices`
-    and `values`.
-    """
-    per = np.int64(2 * words.itemsize)
+def octets_to_words(words, octets_at, octets, indices, values):
+    """Patch of `words` from one of their bytes (little-endian). Returns how many were written."""
+    size = np.int64(words.itemsize)
     found = -1
     last = np.int64(-1)
-    for k in range(codes.size):
-        at = np.int64(codes_at[k]) // per
+    for i in range(octets.size):
+        at = np.int64(octets_at[i]) // size
         if at != last:
             found += 1
             last = at
-            indices[found] = start + at
-            values[found] = words[at]
-        place = np.uint64(4 * (np.int64(codes_at[k]) % per))
-        kept = np.uint64(values[found]) & ~(np.uint64(15) << place)
-        values[found] = kept | ((np.uint64(codes[k]) & np.uint64(15)) << place)
+            indices[found], values[found] = at, words[at]
+        place = np.uint64(8 * (np.int64(octets_at[i]) % size))
+        values[found] = (np.uint64(values[found]) & ~(np.uint64(255) << place)) | (np.uint64(octets[i]) << place)
     return found + 1
 
 

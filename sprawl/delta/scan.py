@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from sprawl.delta import kernels
-from sprawl.delta.bits import BITS, NIBBLES, Bits, holds_nibbles, integer_view
+from sprawl.delta.bits import Bits, integer_view
 from sprawl.delta.scratch import scratch
 from sprawl.delta.state import State
 
 UNIT = 1 << 21
 _SAMPLE = 1024  # elements of one sampled run
 _RUNS = 16
+_LARGE = 1 << 14  # a piece from which it is worth looking for its own window
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,12 @@ class Piece:
 class Found:
     """The changed elements of a unit: `classes` u16, `gaps` u32 and `steps` [changed], as `kernels.scan` leaves them.
 
-    Per class, int64: `counts` of them, and `passed`, the elements behind the last changed one. `changed` counts them
-    per piece, `words` the tensor's own elements (fewer where several nibbles of one changed).
+    Per class, int64 [slots]: `counts` of them, and `passed`, the elements behind the last changed one. `changed`
+    counts them per piece, for each lane of the view.
     """
 
     pieces: list[Piece]
-    changed: list[int]
-    words: list[int]
+    changed: list[list[int]]
     counts: np.ndarray
     passed: np.ndarray
     classes: np.ndarray
@@ -56,21 +57,20 @@ class Found:
 
 def fetch(tensor: torch.Tensor, start: int, stop: int) -> np.ndarray:
     """Unsigned view of some elements of a contiguous tensor: its own memory on a CPU, a copy from a device."""
-    return integer_view(tensor.detach().reshape(-1)[start:stop].cpu())
+    if tensor.device.type == "cpu":
+        return integer_view(tensor)[start:stop]
+    return integer_view(tensor.reshape(-1)[start:stop].cpu())
 
 
 def sample(tensor: torch.Tensor) -> np.ndarray:
-    """Up to 16 evenly spread runs of 1024 elements, as unsigned integers. The same places in tensors of one size."""
+    """Unsigned [n, 1024] or [n]: 16 evenly spread runs of a large tensor, all of a small one. Where depends on size."""
     size = tensor.numel()
     if size <= _SAMPLE * _RUNS:
         return fetch(tensor, 0, size)
-    starts = np.linspace(0, size - _SAMPLE, _RUNS).astype(np.int64).tolist()
-    return np.concatenate([fetch(tensor, start, start + _SAMPLE) for start in starts])
-
-
-def view_of(tensor: torch.Tensor) -> Bits:
-    """How the codec sees a tensor whose dtype is in `BITS`."""
-    return NIBBLES if holds_nibbles(tensor.dtype, sample(tensor)) else BITS[tensor.dtype]
+    run = size // _RUNS
+    if tensor.device.type == "cpu":
+        return integer_view(tensor)[: run * _RUNS].reshape(_RUNS, run)[:, :_SAMPLE]
+    return integer_view(tensor.reshape(-1)[: run * _RUNS].reshape(_RUNS, run)[:, :_SAMPLE].cpu())
 
 
 def units(names: Sequence[str], state: State) -> Iterator[list[Piece]]:
@@ -92,54 +92,59 @@ def units(names: Sequence[str], state: State) -> Iterator[list[Piece]]:
 
 
 def form_of(bits: Bits) -> np.ndarray:
-    """`bits` as the kernels take them: uint64 [3]."""
-    return np.array([bits.sign, bits.shift, bits.mask], np.uint64)
+    """`bits` as the kernels take them: uint64 [5]."""
+    return np.array([bits.sign, bits.shift, bits.mask, bits.base, bits.full], np.uint64)
 
 
-def codes_of(words: np.ndarray, bits: Bits) -> np.ndarray:
-    """The elements that are scanned: the words themselves, or their nibbles."""
-    if bits is not NIBBLES:
-        return words
-    codes = np.empty(words.size * 2 * words.itemsize, np.uint8)
-    kernels.unpack_nibbles(words, codes)
-    return codes
+class Windows:
+    """Which classes are worth a vector compare, piece after piece: those with more than 0.2 % of the elements.
+
+    Small pieces go by the window of the one before them.
+    """
+
+    def __init__(self, bits: Bits) -> None:
+        self._bits, self._form = bits, form_of(bits)
+        self._last: tuple[int, int] | None = None
+
+    def of(self, old: np.ndarray) -> tuple[int, int]:
+        """First class and number of classes, a multiple of four."""
+        if self._last is None or old.size >= _LARGE:
+            self._last = self._find(old)
+        return self._last
+
+    def _find(self, old: np.ndarray) -> tuple[int, int]:
+        counts = np.zeros(self._bits.classes, np.int64)
+        for start in range(0, old.size, max(_SAMPLE, old.size // 4)):
+            kernels.count_classes(old[start : start + _SAMPLE], self._form, counts)
+        common = np.flatnonzero(counts * 500 > counts.sum())
+        if common.size == 0:  # no class stands out: any bit pattern at all
+            return int(counts.argmax()), 4
+        low = int(common[0])
+        width = min(-(-(int(common[-1]) - low + 1) // 4) * 4, kernels.MAX_WINDOW)
+        if low + width <= common[-1]:  # two far groups of magnitudes: keep the heavier neighbourhood
+            low = int(np.convolve(counts, np.ones(width, np.int64), "valid").argmax())
+        return low, width
 
 
-def window(old: np.ndarray, bits: Bits) -> tuple[int, int]:
-    """First class and number of classes (a multiple of four) that are worth a vector compare: those with more than 0.2 % of the elements."""
-    counts = np.zeros(bits.classes, np.int64)
-    for start in range(0, old.size, max(_SAMPLE, old.size // 4)):
-        kernels.count_classes(old[start : start + _SAMPLE], form_of(bits), counts)
-    common = np.flatnonzero(counts * 500 > counts.sum())
-    if common.size == 0:  # no class stands out: any bit pattern at all
-        return int(counts.argmax()), 4
-    low = int(common.min())
-    width = min(-(-(int(common.max()) - low + 1) // 4) * 4, kernels.MAX_WINDOW)
-    if low + width <= common.max():  # two far groups of magnitudes: keep the heavier neighbourhood
-        low = int(np.convolve(counts, np.ones(width, np.int64), "valid").argmax())
-    return low, width
+def scan_unit(pieces: list[Piece], base: State, new: State, lanes: tuple[Bits, ...]) -> Found:
+    """Compare a unit of two states, in one pass for each lane.
 
-
-def scan_unit(pieces: list[Piece], base: State, new: State, bits: Bits) -> Found:
-    """Compare a unit of two states. Extra memory: at most 18 bytes an element scanned, touched only where changed."""
-    limit = sum(piece.stop - piece.start for piece in pieces)
-    if bits is NIBBLES:
-        limit *= 2 * base[pieces[0].name].element_size()
+    Extra memory: at most 14 bytes an element and lane, kept by the thread, touched only as far as there are changes.
+    """
+    bits = lanes[0]
+    limit = sum(piece.stop - piece.start for piece in pieces) * len(lanes)
     classes, gaps = scratch("classes", limit, np.uint16), scratch("gaps", limit, np.uint32)
     steps = scratch("steps", limit, bits.unsigned)
     seen, last, counts = (np.zeros(bits.slots, np.int64) for _ in range(3))
-    form = form_of(bits)
-    changed, words = [], []
+    windows = [(form_of(lane), Windows(lane)) for lane in lanes]
+    changed = []
     at = 0
     for piece in pieces:
         old, now = (fetch(state[piece.name], piece.start, piece.stop) for state in (base, new))
-        old_codes, new_codes = codes_of(old, bits), codes_of(now, bits)
-        low, width = window(old_codes, bits)
-        end = kernels.scan(
-            old_codes, new_codes, form, low, width, seen, last, counts, classes, gaps, steps, at
-        )
-        changed.append(end - at)
-        words.append(int(kernels.count_changed(old, now)) if bits is NIBBLES else end - at)
-        at = end
-    kept = (array[:at].copy() for array in (classes, gaps, steps))
-    return Found(pieces, changed, words, counts, seen - last, *kept)
+        ends = [at]
+        for form, window in windows:
+            low, width = window.of(old)
+            at = kernels.scan(old, now, form, low, width, seen, last, counts, classes, gaps, steps, at)
+            ends.append(at)
+        changed.append([stop - start for start, stop in pairwise(ends)])
+    return Found(pieces, changed, counts, seen - last, classes[:at].copy(), gaps[:at].copy(), steps[:at].copy())

@@ -40,15 +40,16 @@ def _at_least(builder, vector, threshold):
 
 
 @intrinsic
-def differ(typingctx, old, new, start):
-    """uint64 mask of the elements at `start` whose bits differ between two arrays of one dtype."""
+def differ(typingctx, old, new, start, field):
+    """uint64 mask of the elements at `start` that differ in a bit of `field`, in two arrays of one dtype."""
 
     def build(context, builder, signature, arguments):
         one = _load(context, builder, signature.args[0], arguments[0], arguments[2])
         two = _load(context, builder, signature.args[1], arguments[1], arguments[2])
-        return builder.bitcast(builder.icmp_unsigned("!=", one, two), _I64)
+        other = builder.and_(builder.xor(one, two), _splat(builder, arguments[3], one.type))
+        return builder.bitcast(builder.icmp_unsigned("!=", other, ir.Constant(one.type, [0] * LANES)), _I64)
 
-    return types.uint64(old, new, types.uint64), build
+    return types.uint64(old, new, types.uint64, old.dtype), build
 
 
 @intrinsic

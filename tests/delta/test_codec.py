@@ -145,9 +145,9 @@ def test_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensors_beyond_32_bit_positions_are_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sprawl.delta import codec
+    from sprawl.delta import draft
 
-    monkeypatch.setattr(codec, "LIMIT", 10)
+    monkeypatch.setattr(draft, "LIMIT", 10)
     base, new = training_like(11, 1e-2)
     assert encode(base, new).tensors["w"].kind == "whole"
     assert_round_trip(base, new)
