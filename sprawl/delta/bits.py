@@ -7,6 +7,7 @@ moves, and where to, depends on the code it was, not on its neighbours in the sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ class Bits:
     """Integer view of a dtype.
 
     An element is `(word >> base) & full` of an unsigned word. `sign` is the sign bit of a sign-magnitude float (0:
-    plain integers, ordered modulo 2**width as they are). The class of an element is `(element >> shift) & mask`: a
-    float's exponent, or 0 where values have no exponent.
+    plain integers, ordered modulo 2**width as they are). The key of an element is `(element >> shift) & mask`: a
+    float's exponent, or 0 where values have none.
     """
 
     unsigned: np.dtype
@@ -31,13 +32,13 @@ class Bits:
     base: int = 0
 
     @property
-    def classes(self) -> int:
+    def keys(self) -> int:
         return self.mask + 1
 
-    @property
-    def slots(self) -> int:
-        """Entries of per-class arrays: the kernels' window is a multiple of four and may end beyond the last class."""
-        return self.classes + 3
+    @cached_property
+    def form(self) -> np.ndarray:
+        """As the kernels take it: uint64 [5], sign, shift, mask, base, full."""
+        return np.array([self.sign, self.shift, self.mask, self.base, self.full], np.uint64)
 
 
 def _float(width: int, exponent: int, mantissa: int) -> Bits:
@@ -66,7 +67,7 @@ BITS: dict[torch.dtype, Bits] = {
 
 
 def _nibbles(sign: int) -> tuple[Bits, Bits]:
-    """Low and high halves of bytes. Three bits of a code are its class: the magnitude, where one bit is a sign."""
+    """Low and high halves of bytes. Three bits of a code are its key: the magnitude, where one bit is a sign."""
     return Bits(np.dtype("u1"), sign, 0, 7, 15, 0), Bits(np.dtype("u1"), sign, 0, 7, 15, 4)
 
 

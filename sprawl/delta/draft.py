@@ -11,7 +11,7 @@ import torch
 from sprawl.delta import kernels
 from sprawl.delta.bits import BITS, PACKED, Bits, holds_nibbles
 from sprawl.delta.pool import Pool
-from sprawl.delta.scan import Found, Piece, fetch, sample, scan_unit, units
+from sprawl.delta.scan import Found, Piece, choose_partition, fetch, sample, scan_unit, units
 from sprawl.delta.segment import LIMIT, Segment, batches, encode_segment
 from sprawl.delta.state import State, dtype_name
 from sprawl.delta.whole import pack_tensor
@@ -96,11 +96,13 @@ class Drafter:
     def _code(
         self, names: Sequence[str], base: State, new: State, lanes: tuple[Bits, ...]
     ) -> Iterator[tuple[list[Found], Segment]]:
+        partition = choose_partition(names, base, new, lanes)
+
         def scan(unit: list[Piece]) -> Found:
-            return scan_unit(unit, base, new, lanes)
+            return scan_unit(unit, base, new, lanes, partition)
 
         def code(batch: list[Found]) -> tuple[list[Found], Segment]:
-            return batch, encode_segment(batch, lanes[0])
+            return batch, encode_segment(batch, partition, lanes[0])
 
         return self._pool.map(code, batches(self._pool.map(scan, units(names, new))))
 

@@ -1,9 +1,10 @@
 """Compiled inner loops of the codec. All take unsigned integer views and work modulo 2**width: never float addition.
 
 Conventions: `old`, `new` uint8/16/32/64 [n]. `form` is uint64 [5]: sign, shift, mask, base and full of
-`sprawl.delta.bits.Bits`. Ranks count the elements of a class, over all pieces of a segment in order. `low` and `width`
-(a multiple of four) name the window of classes that are counted by vector compares, 64 elements at a time; the few
-elements outside it are counted one by one. The window changes speed, never the result.
+`sprawl.delta.bits.Bits`; `class_of` uint16 [keys] and `starts` uint64 [slots + 1] are a `Partition`. Ranks count the
+elements of a class, over all pieces of a segment in order. `low` and `width` (a multiple of four) name the window of
+classes that are counted by vector compares, 64 elements at a time; the few elements outside it are counted one by one.
+The window changes speed, never the result.
 """
 
 from __future__ import annotations
@@ -67,18 +68,22 @@ def count_changed(old, new):
 
 
 @njit(cache=True, nogil=True)
-def count_classes(old, form, counts):
-    """Add the elements of `old` to `counts` int64 [classes], by class."""
+def count_keys(old, new, form, counts, changed):
+    """Add the elements of `old` to `counts` int64 [keys] by key, and those that differ in `new` to `changed`."""
+    field = form[4] << form[3]
     for i in range(old.size):
-        counts[(np.uint64(old[i]) >> (form[1] + form[3])) & form[2]] += 1
+        a = np.uint64(old[i])
+        key = (a >> (form[1] + form[3])) & form[2]
+        counts[key] += 1
+        changed[key] += ((a ^ np.uint64(new[i])) & field) != np.uint64(0)
 
 
 @njit(nogil=True)
-def _window(old, form, low, width):
-    """The mask that keeps an element's class bits, and the smallest class bits of each class of the window."""
+def _window(old, form, starts, low, width):
+    """The mask that keeps an element's key, and the smallest key bits of each class of the window."""
     edges = np.empty(width + 1, old.dtype)
     for k in range(width + 1):
-        edges[k] = np.uint64(low + k) << (form[1] + form[3])
+        edges[k] = starts[low + k] << (form[1] + form[3])
     return old.dtype.type(form[2] << (form[1] + form[3])), edges
 
 
@@ -115,7 +120,7 @@ def _count(array, block, keep, edges, k, reached, passed):
 
 
 @njit(cache=True, nogil=True)
-def scan(old, new, form, low, width, seen, last, tally, classes, gaps, steps, at):
+def scan(old, new, form, class_of, starts, low, width, seen, last, tally, classes, gaps, steps, at):
     """Append the changed elements of a piece to `classes` u16, `gaps` u32, `steps`, from index `at`; returns the end.
 
     `seen` int64 [slots] counts elements met so far, `last` is the rank of the last changed one and `tally` the number
@@ -124,7 +129,7 @@ def scan(old, new, form, low, width, seen, last, tally, classes, gaps, steps, at
     order.
     """
     sign, shift, mask, base, full = form[0], form[1], form[2], form[3], form[4]
-    keep, edges = _window(old, form, low, width)
+    keep, edges = _window(old, form, starts, low, width)
     field = old.dtype.type(full << base)
     reached, passed = np.zeros(MAX_WINDOW + 1, np.uint64), np.zeros(MAX_WINDOW + 1, np.int64)
     first, wide, at = np.uint64(low), np.uint64(width), np.uint64(at)
@@ -143,7 +148,7 @@ def scan(old, new, form, low, width, seen, last, tally, classes, gaps, steps, at
                 lane = lowest(outside)
                 outside &= outside - _ONE
                 a = (np.uint64(a_part[block + lane]) >> base) & full
-                c = (a >> shift) & mask
+                c = np.uint64(class_of[(a >> shift) & mask])
                 seen[c] += 1
                 if (change >> lane) & _ONE:
                     b = (np.uint64(b_part[block + lane]) >> base) & full
@@ -159,7 +164,7 @@ def scan(old, new, form, low, width, seen, last, tally, classes, gaps, steps, at
                 change &= change - _ONE
                 a = (np.uint64(a_part[block + lane]) >> base) & full
                 b = (np.uint64(b_part[block + lane]) >> base) & full
-                c = (a >> shift) & mask
+                c = np.uint64(class_of[(a >> shift) & mask])
                 k = c - first
                 # The counts are already past this block: take back the members of the class behind this one.
                 behind = popcount(((reached[k] & ~reached[k + _ONE]) >> lane) >> _ONE)
@@ -207,7 +212,7 @@ def _select(mask, rank):
 
 
 @njit(cache=True, nogil=True)
-def locate(old, form, low, width, due, cursor, end, gaps, steps, offset, indices, values):
+def locate(old, form, class_of, starts, low, width, due, cursor, end, gaps, steps, offset, indices, values):
     """Inverse of `scan` for one piece: fill `indices` u32 (counted from `offset`) and `values`, both ascending.
 
     Per class: `due` int64 is how many elements to pass before the next changed one, `cursor` and `end` uint64 where
@@ -215,7 +220,7 @@ def locate(old, form, low, width, due, cursor, end, gaps, steps, offset, indices
     were found, -1 when `indices` is too short for them (another base).
     """
     sign, shift, mask, base, full = form[0], form[1], form[2], form[3], form[4]
-    keep, edges = _window(old, form, low, width)
+    keep, edges = _window(old, form, starts, low, width)
     reached, passed = np.zeros(MAX_WINDOW + 1, np.uint64), np.zeros(MAX_WINDOW + 1, np.int64)
     found_steps, targets = np.zeros(LANES, steps.dtype), np.zeros(MAX_WINDOW, np.int64)
     targets[:width] = due[low : low + width]
@@ -253,7 +258,7 @@ def locate(old, form, low, width, due, cursor, end, gaps, steps, offset, indices
             while outside:
                 lane = lowest(outside)
                 outside &= outside - _ONE
-                c = (np.uint64(a_part[block + lane]) >> (shift + base)) & mask
+                c = np.uint64(class_of[(np.uint64(a_part[block + lane]) >> (shift + base)) & mask])
                 if due[c] == 0:
                     at = cursor[c]
                     found_steps[lane] = steps[at]

@@ -16,10 +16,11 @@ import torch
 
 from sprawl.delta import kernels
 from sprawl.delta.bits import Bits, integer_view
+from sprawl.delta.partition import HEAVY, Partition, choose
 from sprawl.delta.scratch import scratch
 from sprawl.delta.state import State
 
-UNIT = 1 << 21
+UNIT = 1 << 22
 _SAMPLE = 1024  # elements of one sampled run
 _RUNS = 16
 _LARGE = 1 << 14  # a piece from which it is worth looking for its own window
@@ -62,15 +63,15 @@ def fetch(tensor: torch.Tensor, start: int, stop: int) -> np.ndarray:
     return integer_view(tensor.reshape(-1)[start:stop].cpu())
 
 
-def sample(tensor: torch.Tensor) -> np.ndarray:
-    """Unsigned [n, 1024] or [n]: 16 evenly spread runs of a large tensor, all of a small one. Where depends on size."""
+def sample(tensor: torch.Tensor, runs: int = _RUNS) -> np.ndarray:
+    """Unsigned [runs, 1024]: evenly spread runs of a large tensor; [n], all of a small one. Where depends on size."""
     size = tensor.numel()
-    if size <= _SAMPLE * _RUNS:
+    if size <= _SAMPLE * runs:
         return fetch(tensor, 0, size)
-    run = size // _RUNS
+    run = size // runs
     if tensor.device.type == "cpu":
-        return integer_view(tensor)[: run * _RUNS].reshape(_RUNS, run)[:, :_SAMPLE]
-    return integer_view(tensor.reshape(-1)[: run * _RUNS].reshape(_RUNS, run)[:, :_SAMPLE].cpu())
+        return integer_view(tensor)[: run * runs].reshape(runs, run)[:, :_SAMPLE]
+    return integer_view(tensor.reshape(-1)[: run * runs].reshape(runs, run)[:, :_SAMPLE].cpu()).reshape(runs, -1)
 
 
 def units(names: Sequence[str], state: State) -> Iterator[list[Piece]]:
@@ -91,19 +92,11 @@ def units(names: Sequence[str], state: State) -> Iterator[list[Piece]]:
         yield unit
 
 
-def form_of(bits: Bits) -> np.ndarray:
-    """`bits` as the kernels take them: uint64 [5]."""
-    return np.array([bits.sign, bits.shift, bits.mask, bits.base, bits.full], np.uint64)
-
-
 class Windows:
-    """Which classes are worth a vector compare, piece after piece: those with more than 0.2 % of the elements.
+    """Which classes are worth a vector compare, piece after piece. Small pieces go by the window of the one before."""
 
-    Small pieces go by the window of the one before them.
-    """
-
-    def __init__(self, bits: Bits) -> None:
-        self._bits, self._form = bits, form_of(bits)
+    def __init__(self, bits: Bits, partition: Partition) -> None:
+        self._bits, self._partition = bits, partition
         self._last: tuple[int, int] | None = None
 
     def of(self, old: np.ndarray) -> tuple[int, int]:
@@ -113,10 +106,12 @@ class Windows:
         return self._last
 
     def _find(self, old: np.ndarray) -> tuple[int, int]:
-        counts = np.zeros(self._bits.classes, np.int64)
+        keys = np.zeros((2, self._bits.keys), np.int64)
         for start in range(0, old.size, max(_SAMPLE, old.size // 4)):
-            kernels.count_classes(old[start : start + _SAMPLE], self._form, counts)
-        common = np.flatnonzero(counts * 500 > counts.sum())
+            some = old[start : start + _SAMPLE]
+            kernels.count_keys(some, some, self._bits.form, keys[0], keys[1])
+        counts = np.add.reduceat(keys[0], self._partition.starts)
+        common = np.flatnonzero(counts * HEAVY > counts.sum())
         if common.size == 0:  # no class stands out: any bit pattern at all
             return int(counts.argmax()), 4
         low = int(common[0])
@@ -126,25 +121,35 @@ class Windows:
         return low, width
 
 
-def scan_unit(pieces: list[Piece], base: State, new: State, lanes: tuple[Bits, ...]) -> Found:
+def choose_partition(names: Sequence[str], base: State, new: State, lanes: tuple[Bits, ...]) -> Partition:
+    """The classes for a delta of these tensors, from a sample of each."""
+    pairs = [(_spread(base[name]), _spread(new[name])) for name in names]
+    return choose([old for old, _ in pairs], [now for _, now in pairs], lanes)
+
+
+def _spread(tensor: torch.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(sample(tensor, min(4096, max(2 * _RUNS, tensor.numel() >> 18)))).reshape(-1)
+
+
+def scan_unit(pieces: list[Piece], base: State, new: State, lanes: tuple[Bits, ...], partition: Partition) -> Found:
     """Compare a unit of two states, in one pass for each lane.
 
     Extra memory: at most 14 bytes an element and lane, kept by the thread, touched only as far as there are changes.
     """
-    bits = lanes[0]
     limit = sum(piece.stop - piece.start for piece in pieces) * len(lanes)
     classes, gaps = scratch("classes", limit, np.uint16), scratch("gaps", limit, np.uint32)
-    steps = scratch("steps", limit, bits.unsigned)
-    seen, last, counts = (np.zeros(bits.slots, np.int64) for _ in range(3))
-    windows = [(form_of(lane), Windows(lane)) for lane in lanes]
+    steps = scratch("steps", limit, lanes[0].unsigned)
+    seen, last, counts = (np.zeros(partition.slots, np.int64) for _ in range(3))
+    windows = [Windows(bits, partition) for bits in lanes]
+    ways = partition.class_of, partition.edges
     changed = []
     at = 0
     for piece in pieces:
         old, now = (fetch(state[piece.name], piece.start, piece.stop) for state in (base, new))
         ends = [at]
-        for form, window in windows:
+        for bits, window in zip(lanes, windows, strict=True):
             low, width = window.of(old)
-            at = kernels.scan(old, now, form, low, width, seen, last, counts, classes, gaps, steps, at)
+            at = kernels.scan(old, now, bits.form, *ways, low, width, seen, last, counts, classes, gaps, steps, at)
             ends.append(at)
         changed.append([stop - start for start, stop in pairwise(ends)])
     return Found(pieces, changed, counts, seen - last, classes[:at].copy(), gaps[:at].copy(), steps[:at].copy())

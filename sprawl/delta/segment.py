@@ -1,8 +1,8 @@
 """Segments: the changed elements of neighbouring pieces of one dtype, as entropy-coded streams.
 
 Whether a weight moved in a step depends on its magnitude against the update (push versus floor), and the receiver
-knows the old magnitudes. So elements are split by the exponent of the *old* value; within each such class, positions
-are gap-coded and new values are steps in the ordered integers of the dtype.
+knows the old magnitudes. So elements are split by the exponent of the *old* value (`Partition`); within each class,
+positions are gap-coded and new values are steps in the ordered integers of the dtype.
 Pieces share a segment because the streams of a small one would be dominated by their headers; a segment ends when it
 holds enough changes for that, so that segments are coded in parallel and in bounded memory.
 """
@@ -17,8 +17,9 @@ import numpy as np
 
 from sprawl.delta import kernels
 from sprawl.delta.bits import Bits
+from sprawl.delta.partition import Partition, partition_of
 from sprawl.delta.rans import decode_values, encode_values
-from sprawl.delta.scan import Found, Windows, form_of
+from sprawl.delta.scan import Found, Windows
 from sprawl.delta.scratch import scratch
 from sprawl.errors import IntegrityError
 
@@ -58,28 +59,28 @@ def batches(found: Iterable[Found]) -> Iterator[list[Found]]:
         yield batch
 
 
-def _join(units: list[Found], bits: Bits) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _join(units: list[Found], slots: int, bits: Bits) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     counts = np.sum([unit.counts for unit in units], axis=0)
     total = int(counts.sum())
     gaps, steps = scratch("segment_gaps", total, np.uint32), scratch("segment_steps", total, bits.unsigned)
     cursor = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    carry = np.zeros(bits.slots, np.int64)
+    carry = np.zeros(slots, np.int64)
     for unit in units:
         kernels.group_by_class(unit.classes, unit.gaps, unit.steps, unit.passed, carry, cursor, gaps, steps)
     return counts, gaps, steps
 
 
-def encode_segment(units: list[Found], bits: Bits) -> Segment:
+def encode_segment(units: list[Found], partition: Partition, bits: Bits) -> Segment:
     """Code the changed elements of `units`, in order. The payload is empty when there are none."""
-    counts, gaps, steps = _join(units, bits)
+    counts, gaps, steps = _join(units, partition.slots, bits)
     if gaps.size == 0:
         return Segment({}, b"")
     signed = steps.view(f"i{bits.unsigned.itemsize}")
     used = np.flatnonzero(counts)
     numbers = counts[used].tolist()
     parts = encode_values(gaps, numbers), encode_values(signed, numbers)
-    header = {"classes": [[c, n] for c, n in zip(used.tolist(), numbers, strict=True)], "gaps": len(parts[0])}
-    return Segment(header, b"".join(parts))
+    classes = [[c, n] for c, n in zip(used.tolist(), numbers, strict=True)]
+    return Segment({"joined": partition.joined, "classes": classes, "gaps": len(parts[0])}, b"".join(parts))
 
 
 def decode_segment(
@@ -94,29 +95,31 @@ def decode_segment(
     `changed` counts the changed elements of each, per lane. Raises IntegrityError when the streams are damaged or do
     not belong to `olds`.
     """
-    bits = lanes[0]
+    bits, partition = lanes[0], partition_of(header["joined"], lanes[0])
     classes, numbers = zip(*header["classes"], strict=True)
     total = sum(numbers)
-    if total != sum(map(sum, changed)) or not all(0 <= c < bits.classes for c in classes):
+    if total != sum(map(sum, changed)) or not all(0 <= c < partition.classes for c in classes):
         raise IntegrityError("a delta segment's header contradicts itself")
     gaps, steps = scratch("segment_gaps", total, np.uint32), scratch("segment_steps", total, bits.unsigned)
     decode_values(bytes(payload[: header["gaps"]]), numbers, gaps)
     decode_values(bytes(payload[header["gaps"] :]), numbers, steps.view(f"i{bits.unsigned.itemsize}"))
-    cursor, end = np.zeros(bits.slots, np.uint64), np.zeros(bits.slots, np.uint64)
-    due = np.full(bits.slots, kernels.NEVER)
+    cursor, end = np.zeros(partition.slots, np.uint64), np.zeros(partition.slots, np.uint64)
+    due = np.full(partition.slots, kernels.NEVER)
     at = 0
     for class_, count in zip(classes, numbers, strict=True):
         cursor[class_], end[class_] = at, at + count
         due[class_] = int(gaps[at]) - 1
         at += count
-    windows = [(form_of(lane), Windows(lane)) for lane in lanes]
+    windows = [Windows(lane, partition) for lane in lanes]
+    ways = partition.class_of, partition.edges
     patches = []
     for (old, start), counts in zip(olds, changed, strict=True):
         halves = []
-        for (form, window), count in zip(windows, counts, strict=True):
+        for lane, window, count in zip(lanes, windows, counts, strict=True):
             indices, values = np.empty(count, np.uint32), np.empty(count, bits.unsigned)
             low, width = window.of(old)
-            found = kernels.locate(old, form, low, width, due, cursor, end, gaps, steps, start, indices, values)
+            streams = due, cursor, end, gaps, steps
+            found = kernels.locate(old, lane.form, *ways, low, width, *streams, start, indices, values)
             if found != count:
                 raise IntegrityError("a delta segment does not belong to the state it is applied to")
             halves.append(Patch(indices, values))
