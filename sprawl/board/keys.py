@@ -29,6 +29,19 @@ def blob_root(run_id: str) -> str:
     return f"{run_id}/blobs/"
 
 
+def merged(run_id: str, base: int, version: int) -> str:
+    """Commit record of a merged delta: what turns version `base` into `version` in one step."""
+    return f"{run_id}/merged/{base:08d}-{version:08d}.json"
+
+
+def merged_root(run_id: str) -> str:
+    return f"{run_id}/merged/"
+
+
+def merged_blob(run_id: str, base: int, version: int, digest: str) -> str:
+    return f"{run_id}/merged/{base:08d}-{version:08d}/{digest}"
+
+
 def latest(run_id: str) -> str:
     return f"{run_id}/{LATEST}"
 

@@ -16,12 +16,24 @@ from sprawl.errors import BoardError
 _TEMPORARY = ".tmp-"
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Make renames, links and deletions in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Write beside the target, sync, rename, sync: the file is the old one or the new one, whatever happens."""
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
 
 
 class LocalStore:
@@ -44,7 +56,7 @@ class LocalStore:
         path = self._path(key)
         with self._failures("write", key), self._temporary(path, data) as temporary:
             os.replace(temporary, path)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
     def create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
@@ -60,7 +72,7 @@ class LocalStore:
                         "put the board on a local disk, NFS or object storage",
                     ) from None
                 raise
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         return True
 
     def exists(self, key: str) -> bool:
@@ -137,7 +149,7 @@ class LocalStore:
         path.mkdir(parents=True, exist_ok=True)
         for made in missing:
             with contextlib.suppress(FileNotFoundError):
-                _sync_directory(made.parent)
+                sync_directory(made.parent)
 
     @contextlib.contextmanager
     def _failures(self, action: str, key: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sprawl.board.signing import Signature, Signer, Trust
 from sprawl.errors import BoardError, IntegrityError
 
 FORMAT = 1
@@ -41,8 +42,9 @@ class TensorEntry(BaseModel):
 class Manifest(BaseModel):
     """manifests/<version>.json, created exclusively.
 
-    Every version but 0 holds a delta against `base_version`. Keyframes also hold the whole state, so that followers
-    step over a keyframe at the price of a delta, and the chain can be checked against the keyframe.
+    Every version but a run's first holds a delta against `base_version`. Keyframes also hold the whole state, so that
+    followers step over a keyframe at the price of a delta, and the chain can be checked against the keyframe. With
+    several writers a role occurs once a writer; no tensor is in the blobs of two of them.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -50,13 +52,13 @@ class Manifest(BaseModel):
     format: int = FORMAT
     run_id: str
     version: int = Field(ge=0)
-    base_version: int | None = Field(description="version - 1; None for version 0.")
+    base_version: int | None = Field(description="version - 1; None for a run's first version.")
     keyframe_version: int = Field(ge=0, description="Newest keyframe at or below this version.")
     kind: Literal["keyframe", "delta"]
     step: int = Field(description="Optimizer step that made this version.")
     dtype: str = Field(description="Dtype of the served view's floating tensors.")
     tensors: dict[str, TensorEntry] = Field(description="All tensors of a keyframe; the changed ones of a delta.")
-    removed: list[str] = Field(default_factory=list, description="Tensors of the base that are gone.")
+    removed: list[str] = Field(default_factory=list, description="Tensors of the base that are gone; deleted on apply.")
     blobs: list[BlobEntry]
     root_digest: str = Field(description="Of the whole state of this version.")
     base_root_digest: str | None = Field(description="Of the state the delta must be applied to.")
@@ -69,18 +71,29 @@ class Manifest(BaseModel):
     sent_bytes: int = Field(description="Bytes of all blobs of this version.")
     files: dict[str, str] = Field(default_factory=dict, description="On keyframes: config.json ... -> digest.")
     extra: dict[str, Any] = Field(default_factory=dict)
+    writers: list[str] = Field(default_factory=list, description="Who wrote the parts, when several did.")
+    signature: Signature | None = None
 
     def to_bytes(self) -> bytes:
-        """Canonical bytes: sorted keys, no white space, absent optional fields left out of tensor entries."""
+        """Canonical bytes: sorted keys, no white space; absent optional fields left out of tensor entries, no signature
+        and no list of writers where there is none."""
+        return json.dumps(self._data(), sort_keys=True, separators=(",", ":")).encode()
+
+    def signed(self, signer: Signer | None) -> Manifest:
+        """With a signature over everything else; as it is without a signer."""
+        return self if signer is None else self.model_copy(update={"signature": signer.sign(self._data())})
+
+    def _data(self) -> dict[str, Any]:
         data = self.model_dump(mode="json")
         data["tensors"] = {name: entry.model_dump(exclude_none=True) for name, entry in self.tensors.items()}
-        return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+        return {name: value for name, value in data.items() if value or name not in ("signature", "writers")}
 
     @classmethod
-    def from_bytes(cls, data: bytes, key: str) -> Manifest:
-        """Parse the object at `key`. Unknown fields are ignored, unknown formats refused.
+    def from_bytes(cls, data: bytes, key: str, trust: Trust | None = None) -> Manifest:
+        """Parse the object at `key`. Unknown fields are ignored, unknown formats refused; with `trust`, so is whatever
+        none of its keys signed.
 
-        Raises IntegrityError (not a manifest) or BoardError (format of a newer release).
+        Raises IntegrityError (not a manifest, or not vouched for) or BoardError (format of a newer release).
         """
         try:
             parsed = json.loads(data)
@@ -89,6 +102,8 @@ class Manifest(BaseModel):
             raise IntegrityError(f"{key} is not a manifest") from None
         if found != FORMAT:
             raise BoardError(f"{key} has manifest format {found}, this release knows {FORMAT}", "upgrade sprawl")
+        if trust is not None:
+            trust.check(parsed, key)
         try:
             return cls.model_validate(parsed)
         except ValidationError as error:
@@ -96,6 +111,14 @@ class Manifest(BaseModel):
             where = ".".join(str(part) for part in first["loc"])
             raise IntegrityError(f"{key} is not a valid manifest: {where}: {first['msg']}") from None
 
+    def parts(self, role: str) -> list[BlobEntry]:
+        """The blobs of a role: one a writer."""
+        return [blob for blob in self.blobs if blob.role == role]
+
+    def bytes_of(self, role: str) -> int:
+        """Bytes of all blobs of a role."""
+        return sum(blob.size for blob in self.parts(role))
+
     def blob(self, role: str) -> BlobEntry | None:
-        """The blob of a role that occurs once (keyframe, delta)."""
+        """The blob of a role that one writer wrote (keyframe, delta)."""
         return next((blob for blob in self.blobs if blob.role == role), None)

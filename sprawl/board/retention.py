@@ -60,7 +60,8 @@ def plan_gc(versions: Sequence[int], keyframes: Sequence[int], applied: Sequence
 def gc(store: Store, run_id: str, keep_versions: int, *, dry_run: bool = False) -> GcReport:
     """Apply `plan_gc` to a run. Interrupted, it leaves a valid board, and the next call finishes the work.
 
-    Also removes blobs that no manifest names: left by interrupted publishes or an interrupted gc.
+    Also removes blobs that no manifest names, left by interrupted publishes or an interrupted gc, and merged deltas to
+    versions that are gone.
     """
     if keep_versions < 1:
         raise BoardError(f"cannot keep {keep_versions} versions", "keep at least 1")
@@ -78,14 +79,32 @@ def gc(store: Store, run_id: str, keep_versions: int, *, dry_run: bool = False) 
     # Blobs are listed after the manifests: what a publish in flight wrote for a newer version is above `newest`.
     newest = max(manifests)
     doomed = [key for key in store.list(keys.blob_root(run_id)) if _deletable(key, run_id, plan, manifests, newest)]
+    records, merged = _merged_objects(store, run_id, plan.keep_from)
+    doomed += merged
     freed = sum(manifests[version].sent_bytes for version in plan.versions)
     if not dry_run:
-        for version in plan.versions:
+        # Oldest keyframe first, and of what stands on it the newest first: each version still there can be rebuilt.
+        for version in sorted(plan.versions, key=lambda version: (manifests[version].keyframe_version, -version)):
             store.delete(keys.manifest(run_id, version))
+        for key in records:
+            store.delete(key)
         for key in doomed:
             store.delete(key)
         store.sweep(f"{run_id}/", _ABANDONED_S)
     return GcReport(plan, len(doomed), freed, dry_run)
+
+
+def _merged_objects(store: Store, run_id: str, keep_from: int) -> tuple[list[str], list[str]]:
+    """Records and blobs of merged deltas that end before the first kept version. One that starts there may stay: a
+    joiner can hold a version that the board no longer has."""
+    records: list[str] = []
+    blobs: list[str] = []
+    for key in store.list(keys.merged_root(run_id)):
+        pair = key.removeprefix(keys.merged_root(run_id)).partition("/")[0].removesuffix(".json")
+        end = pair.partition("-")[2]
+        if end.isdecimal() and int(end) < keep_from:
+            (records if key.endswith(".json") else blobs).append(key)
+    return records, blobs
 
 
 def _deletable(key: str, run_id: str, plan: GcPlan, manifests: dict[int, Manifest], newest: int) -> bool:

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sprawl.board.manifest import DELTA, FILE, KEYFRAME, Manifest
+from sprawl.board.merged import read_merged
 from sprawl.board.reader import Served, VersionReader
-from sprawl.board.store import Store
+from sprawl.board.routes import merged_pairs
+from sprawl.board.signing import Trust
+from sprawl.board.store import MissingKey, Store
+from sprawl.delta.state import clone_state
 from sprawl.errors import BoardError, IntegrityError
 
 
@@ -20,6 +24,7 @@ class VerifyReport:
     versions: int
     keyframes: int
     bytes_read: int
+    merged: int = 0  # merged deltas that arrive at the published state
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -27,13 +32,21 @@ class VerifyReport:
         return not self.problems and self.versions == self.published
 
 
-def verify_board(store: Store, run_id: str, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Rebuild the whole chain of a run; at every keyframe the chain so far must equal the keyframe.
+def verify_board(
+    store: Store,
+    run_id: str,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    trust: Trust | None = None,
+) -> VerifyReport:
+    """Rebuild the whole chain of a run; at every keyframe the chain so far must equal the keyframe, and every merged
+    delta whose base is still on the board must arrive at the published state.
 
     Damage becomes a line in `problems` and the check goes on at the next keyframe. `progress(done, total)` is called
-    after every version. Raises BoardError when the run has published nothing.
+    after every version. With `trust`, unsigned records are damage. Raises BoardError when the run has published
+    nothing.
     """
-    reader = VersionReader(store, run_id)
+    reader = VersionReader(store, run_id, trust=trust)
     versions = reader.versions()
     if not versions:
         raise BoardError(f"run {run_id!r} on board {store.url} has published no version")
@@ -42,7 +55,8 @@ def verify_board(store: Store, run_id: str, progress: Callable[[int, int], None]
         for version in sorted(set(range(versions[0], versions[-1] + 1)) - set(versions))
     ]
     served: Served | None = None
-    verified = keyframes = 0
+    pairs = merged_pairs(reader)
+    verified = keyframes = merged = 0
     for done, version in enumerate(versions, start=1):
         try:
             manifest = reader.manifest(version)
@@ -51,12 +65,15 @@ def verify_board(store: Store, run_id: str, progress: Callable[[int, int], None]
             keyframes += manifest.kind == KEYFRAME
             served = _rebuild(reader, served, manifest)
             verified += 1
+            for base, end in pairs:
+                if base == version:
+                    merged += _check_merged(reader, served, base, end, problems)
         except (IntegrityError, BoardError) as error:
             problems.append(f"version {version}: {error.message}")
             served = None
         if progress is not None:
             progress(done, len(versions))
-    return VerifyReport(run_id, len(versions), verified, keyframes, reader.bytes_read, problems)
+    return VerifyReport(run_id, len(versions), verified, keyframes, reader.bytes_read, merged, problems)
 
 
 def _rebuild(reader: VersionReader, served: Served | None, manifest: Manifest) -> Served:
@@ -64,7 +81,7 @@ def _rebuild(reader: VersionReader, served: Served | None, manifest: Manifest) -
     _check_listing(manifest)
     connected = served is not None and served.version + 1 == manifest.version
     if served is not None and connected:
-        reader.advance(served, manifest.version)
+        reader.commit(served, reader.prepare_delta(served, manifest))
     if manifest.kind == KEYFRAME:
         for entry in manifest.blobs:
             if entry.role == FILE:
@@ -78,10 +95,25 @@ def _rebuild(reader: VersionReader, served: Served | None, manifest: Manifest) -
     return served
 
 
+def _check_merged(reader: VersionReader, served: Served, base: int, end: int, problems: list[str]) -> bool:
+    """Whether a merged delta leads to the published state; if not, why is added to `problems`."""
+    try:
+        record = read_merged(reader, base, end)
+        if record is None:
+            return False
+        scratch = Served(served.version, clone_state(served.state), dict(served.digests), served.root)
+        reader.commit(scratch, reader.prepare_merged(scratch, record))
+    except (IntegrityError, MissingKey) as error:
+        problems.append(f"merged delta {base}-{end}: {error.message}")
+        return False
+    return True
+
+
 def _check_listing(manifest: Manifest) -> None:
     if manifest.kind == KEYFRAME and manifest.keyframe_version != manifest.version:
         raise IntegrityError(f"is a keyframe but names version {manifest.keyframe_version} as its keyframe")
-    if manifest.version > 0 and (manifest.base_version != manifest.version - 1 or manifest.blob(DELTA) is None):
+    first = manifest.base_version is None and manifest.kind == KEYFRAME
+    if not first and (manifest.base_version != manifest.version - 1 or not manifest.parts(DELTA)):
         raise IntegrityError("holds no delta against the version before it")
     missing = set(manifest.files.values()) - {blob.digest for blob in manifest.blobs}
     if missing:

@@ -1,4 +1,4 @@
-"""`sprawl board`: look at, verify and clean boards."""
+"""`sprawl board`: look at, verify and clean boards; the other commands of the group are in their own modules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
+
+from sprawl.commands.board_exchange import export_command, import_command, keygen
+from sprawl.commands.board_options import size, trusted_keys
+from sprawl.commands.board_versions import merge, pull
 
 if TYPE_CHECKING:
     from sprawl.board.store import Store
@@ -30,17 +34,9 @@ def _split(url: str, run_id: str | None) -> tuple[Store, str | None]:
     return store, run_id
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 @click.group()
 def board() -> None:
-    """Look at, verify and clean boards.
+    """Look at, verify, fetch, exchange and clean boards.
 
     A board is where a run keeps its policy versions and records: a directory, or an object-store URL (s3://...).
 
@@ -50,7 +46,13 @@ def board() -> None:
       sprawl board verify runs                 rebuild every version of every run, bit for bit
       sprawl board verify s3://bucket/runs tiny-0412
       sprawl board gc runs tiny-0412 --keep 40 --dry-run
+      sprawl board pull runs latest ./model    the newest version as a Hugging Face checkpoint
+      sprawl board import /shared/updates runs --base ./model    what slime, miles or stitch wrote
     """
+
+
+for _command in (pull, merge, import_command, export_command, keygen):
+    board.add_command(_command)
 
 
 @board.command("ls")
@@ -87,10 +89,12 @@ def list_command(url: str | None) -> None:
 @board.command()
 @click.argument("url", metavar="BOARD")
 @click.argument("run_id", required=False)
-def verify(url: str, run_id: str | None) -> None:
+@trusted_keys
+def verify(url: str, run_id: str | None, trusted: str | None) -> None:
     """Rebuild every published version and compare it with its root digest.
 
-    Follows the deltas from each keyframe to the next and checks that they arrive at the same state. Checks one run,
+    Follows the deltas from each keyframe to the next, and merged deltas, and checks that they arrive at the same state.
+    With --trusted, unsigned versions and those of other writers are damage. Checks one run,
     or every run when RUN_ID is left out (`latest` is the newest). BOARD may also be BOARD/RUN_ID. Exits with 1 when
     something is damaged; the lines name the version and the object.
 
@@ -101,6 +105,7 @@ def verify(url: str, run_id: str | None) -> None:
       sprawl board verify runs/tiny-0412
     """
     from sprawl.board.ledger import resolve_run
+    from sprawl.board.signing import trust_from
     from sprawl.board.verify import verify_board
     from sprawl.errors import BoardError
 
@@ -110,9 +115,10 @@ def verify(url: str, run_id: str | None) -> None:
     names = [run_id] if run_id else [n for n in store.children("") if "manifests" in store.children(f"{n}/")]
     if not names:
         raise BoardError(f"board {store.url} has no runs with published versions", "give the board a run writes to")
+    trust = trust_from(trusted)
     failed = False
     for name in names:
-        report = verify_board(store, name, _show_progress(name))
+        report = verify_board(store, name, _show_progress(name), trust=trust)
         _print_report(report)
         failed |= not report.ok
     if failed:
@@ -132,9 +138,10 @@ def _show_progress(name: str) -> Callable[[int, int], None] | None:
 
 def _print_report(report: VerifyReport) -> None:
     verdict = "OK" if report.ok else f"{len(report.problems)} problem{'s' if len(report.problems) != 1 else ''}"
+    merged = f", {report.merged} merged deltas" if report.merged else ""
     click.echo(
         f"{report.run_id}: {report.versions} of {report.published} versions rebuilt and equal, "
-        f"{report.keyframes} keyframes, {_size(report.bytes_read)} read: {verdict}"
+        f"{report.keyframes} keyframes{merged}, {size(report.bytes_read)} read: {verdict}"
     )
     for problem in report.problems:
         click.echo(f"  {problem}")
@@ -167,5 +174,5 @@ def gc(url: str, run_id: str, keep: int, dry_run: bool) -> None:
     verb = "would delete" if dry_run else "deleted"
     click.echo(
         f"{run_id}: {verb} {len(report.plan.versions)} versions and {report.blobs} blobs "
-        f"({_size(report.bytes)}); kept from version {report.plan.keep_from}: {report.plan.reason}"
+        f"({size(report.bytes)}); kept from version {report.plan.keep_from}: {report.plan.reason}"
     )

@@ -54,7 +54,7 @@ def save_state(state: State, directory: str | Path, like: str | Path | None = No
     target = directory / WEIGHTS
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        others = [file.name for file in directory.glob("*.safetensors*") if file.name != WEIGHTS]
+        others = [file.name for file in directory.glob("[!.]*.safetensors*") if file.name != WEIGHTS]
         if others:
             raise SprawlError(f"{directory} already holds {others[0]}", "choose an empty directory")
         if like is not None and Path(like).is_dir() and not directory.samefile(like):

@@ -1,6 +1,5 @@
 """kill -9 at random moments of publishing loses nothing and needs no hand."""
 
-import multiprocessing
 import random
 import threading
 import time
@@ -15,6 +14,7 @@ from sprawl.board.store import open_store
 from sprawl.board.verify import verify_board
 from sprawl.delta.state import root_digest, tensor_digests
 from tests.board.publish_loop import publish_forever, state_of
+from tests.forking import context
 
 KILLS = 15
 
@@ -45,12 +45,11 @@ def test_kill_9_anywhere_in_publish(tmp_path: Path) -> None:
     follower = threading.Thread(target=follow)
     follower.start()
     rng = random.Random(7)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.board.publish_loop"])
+    processes = context()
     try:
         for _ in range(KILLS):
-            ours, theirs = context.Pipe(duplex=False)
-            victim = context.Process(target=publish_forever, args=(board, "run", theirs), daemon=True)
+            ours, theirs = processes.Pipe(duplex=False)
+            victim = processes.Process(target=publish_forever, args=(board, "run", theirs), daemon=True)
             victim.start()
             try:
                 assert ours.poll(60)

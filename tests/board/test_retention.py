@@ -98,9 +98,8 @@ def test_an_interrupted_gc_leaves_a_valid_board_and_is_finished_by_the_next(left
     with pytest.raises(BoardError, match="went away"):
         gc(store, RUN, 2)
     reader = VersionReader(store, RUN)
-    oldest = reader.versions()[0]
-    whole = -(-oldest // 4) * 4
-    for version in range(whole, 12):
+    assert {10, 11} <= set(reader.versions())
+    for version in reader.versions():
         reader.materialise(version)
     store.left = 10**9
     gc(store, RUN, 2)

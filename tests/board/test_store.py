@@ -1,13 +1,19 @@
 import os
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from sprawl.board.local import LocalStore
+from sprawl.board.remote import RemoteStore
 from sprawl.board.store import MemoryStore, MissingKey, Store, open_store, probe_exclusive_create
+from sprawl.board.verify import verify_board
 from sprawl.errors import BoardError, SprawlError
+from tests.board.states import RUN, publish
 
 
 def test_put_get_list_delete(store: Store) -> None:
@@ -139,3 +145,36 @@ def test_probe_refuses_a_backend_without_exclusive_create(store: Store) -> None:
 
     with pytest.raises(BoardError, match="second writer"):
         probe_exclusive_create(Overwrites("bad"))
+
+
+def remote(filesystem: fsspec.AbstractFileSystem) -> RemoteStore:
+    return RemoteStore(filesystem, f"/{uuid.uuid4().hex}/board", "fake://board")
+
+
+def test_a_backend_that_reports_conflicts_as_existing_files() -> None:
+    """As gcsfs and adlfs do. fsspec's in-memory file system stands in for them: those two were not run."""
+    store = remote(fsspec.filesystem("memory"))
+    probe_exclusive_create(store)
+    assert store.create("r/k", b"mine")
+    assert store.create("r/k", b"mine"), "our own write, its reply was lost"
+    assert not store.create("r/k", b"other")
+    assert store.get("r/k") == b"mine"
+    store.put("r/k", b"changed")
+    assert store.list("r/") == ["r/k"]
+    assert store.children("") == ["r"]
+    store.delete("r/k")
+    with pytest.raises(MissingKey):
+        store.get("r/k")
+    publish(store, 6)
+    assert verify_board(store, RUN).ok
+
+
+def test_a_backend_that_ignores_exclusive_create_is_refused() -> None:
+    class Ignores(MemoryFileSystem):
+        protocol = "ignores"
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: object) -> None:
+            super().pipe_file(path, value, mode="overwrite", **options)
+
+    with pytest.raises(BoardError, match="second writer"):
+        probe_exclusive_create(remote(Ignores()))
