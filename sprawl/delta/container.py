@@ -74,7 +74,7 @@ def _read_table(blob: bytes, name: str) -> tuple[dict[str, Any], int]:
     """The table, and where the tensors start."""
     (size,) = struct.unpack("<Q", blob[:8]) if len(blob) >= 8 else (0,)
     try:
-        table = json.loads(bytes(blob[8 : 8 + size])) if 0 < size <= _MAX_TABLE else None
+        table: Any = json.loads(bytes(blob[8 : 8 + size])) if 0 < size <= _MAX_TABLE else None
         intact = table["__metadata__"]["format"] == NAME and len(table["__metadata__"]["blake3"]) == 64
         int(table["__metadata__"]["version"])
         intact = intact and 0 <= table["payload"]["data_offsets"][0] <= table["payload"]["data_offsets"][1]

@@ -2,9 +2,12 @@
 
 Conventions: `old`, `new` uint8/16/32/64 [n]. `form` is uint64 [5]: sign, shift, mask, base and full of
 `sprawl.delta.bits.Bits`; `class_of` uint16 [keys] and `starts` uint64 [slots + 1] are a `Partition`. Ranks count the
-elements of a class, over all pieces of a segment in order. `low` and `width` (a multiple of four) name the window of
-classes that are counted by vector compares, 64 elements at a time; the few elements outside it are counted one by one.
-The window changes speed, never the result.
+elements of a class, over all pieces of a segment in order.
+
+Elements are surveyed a tile (64 blocks of 64) at a time, without branches: which of them are of which class, and how
+many of the class come before each block. What is done per changed element looks its rank, or its place, up in there.
+Classes that hold many elements are a *window* of neighbours, the few elements outside it are counted one by one. The
+window changes speed, never the result.
 """
 
 from __future__ import annotations
@@ -12,46 +15,35 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sprawl.delta.simd import LANES, differ, lowest, popcount, reach, reach_four
+from sprawl.delta.simd import LANES, at_least, differ, lowest, nth_one, popcount, prefetch, prefetch_line
+from sprawl.delta.survey import BLOCKS, REACH, survey_8, survey_16
 
 NEVER = np.int64(2**62)
-MAX_WINDOW = 16
-_ONE = np.uint64(1)
-_TWO, _THREE, _FOUR = np.uint64(2), np.uint64(3), np.uint64(4)
+HEAVY = 500  # the window is wide enough when it misses less than one in HEAVY elements
+EIGHT = 8  # classes that are surveyed together
+MARGIN = 16  # the most classes in a window
+_FAR = np.uint64(REACH)
+_RUNS, _RUN = 32, 64  # of elements looked at to find the window
+_TILE = BLOCKS * LANES  # elements
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
 _ALL = np.uint64(2**64 - 1)
-_PAIRS = np.uint64(0x5555555555555555)
-_NIBBLES = np.uint64(0x3333333333333333)
-_BYTES = np.uint64(0x0F0F0F0F0F0F0F0F)
-_EVERY = np.uint64(0x0101010101010101)
-_HIGH = np.uint64(0x8080808080808080)
 _BLOCK = np.uint64(LANES)
-
-
-def _in_byte() -> np.ndarray:
-    """Position of the one of rank r in byte b, uint8 [8, 256]; 0 where there is none."""
-    table = np.zeros((8, 256), np.uint8)
-    for byte in range(256):
-        ones = [bit for bit in range(8) if byte >> bit & 1]
-        table[: len(ones), byte] = ones
-    return table
-
-
-_IN_BYTE = _in_byte()
+_HALVES = tuple(np.uint64(half) for half in (32, 16, 8, 4, 2))
+_BLOCKS = np.uint64(BLOCKS)
+_AHEAD = np.uint64(32)
+_LAST = np.uint64(BLOCKS - 1)
 
 
 @njit(nogil=True, inline="always")
 def _ordered(bits, sign, full):
-    """Order map: sign-magnitude to unsigned integers in the order of the values."""
-    if sign:
-        return ~bits & full if bits & sign else bits | sign
-    return bits
+    """Order map: sign-magnitude to unsigned integers in the order of the values. No branches: signs are random."""
+    return bits ^ (sign | (full & (_ZERO - np.uint64(bits & sign != _ZERO))))
 
 
 @njit(nogil=True, inline="always")
 def _restored(ordered, sign, full):
-    if sign:
-        return (ordered ^ sign if ordered & sign else ~ordered) & full
-    return ordered & full
+    ordered &= full
+    return ordered ^ (sign | (full & (_ZERO - np.uint64(ordered & sign != sign))))
 
 
 @njit(cache=True, nogil=True)
@@ -60,7 +52,7 @@ def count_changed(old, new):
     changed = 0
     whole = old.size // LANES * LANES
     every = old.dtype.type(_ALL)
-    for i in range(np.uint64(0), np.uint64(whole), _BLOCK):
+    for i in range(_ZERO, np.uint64(whole), _BLOCK):
         changed += popcount(differ(old, new, i, every))
     for i in range(whole, old.size):
         changed += old[i] != new[i]
@@ -75,108 +67,136 @@ def count_keys(old, new, form, counts, changed):
         a = np.uint64(old[i])
         key = (a >> (form[1] + form[3])) & form[2]
         counts[key] += 1
-        changed[key] += ((a ^ np.uint64(new[i])) & field) != np.uint64(0)
+        changed[key] += ((a ^ np.uint64(new[i])) & field) != _ZERO
 
 
 @njit(nogil=True)
-def _window(old, form, starts, low, width):
-    """The mask that keeps an element's key, and the smallest key bits of each class of the window."""
-    edges = np.empty(width + 1, old.dtype)
-    for k in range(width + 1):
-        edges[k] = starts[low + k] << (form[1] + form[3])
-    return old.dtype.type(form[2] << (form[1] + form[3])), edges
+def _window(old, form, class_of, starts, slots):
+    """The classes that vectors are spent on, from a sample: first class, number of them (8 or 16), and their tables.
+
+    Returned are the first class, `low` (its first key), and `hot` and `edges` of `survey_of`.
+    """
+    counts, seen = np.zeros(slots, np.int64), 0
+    for start in range(0, old.size, max(_RUN, old.size // _RUNS)):
+        for i in range(start, min(old.size, start + _RUN)):
+            counts[class_of[(np.uint64(old[i]) >> (form[1] + form[3])) & form[2]]] += 1
+            seen += 1
+    first = most = eights = 0
+    while eights * EIGHT < MARGIN and (seen - most) * HEAVY > seen:
+        eights += 1
+        for c in range(slots - MARGIN):
+            inside = counts[c : c + EIGHT * eights].sum()
+            if inside > most:
+                first, most = c, inside
+    low = starts[first]
+    hot, edges = np.zeros((eights, REACH + 1), np.uint8), np.zeros((eights, EIGHT + 1), np.uint8)
+    for k in range(eights * EIGHT):
+        begin, end = min(starts[first + k] - low, _FAR), starts[first + k + 1] - low
+        if end > _FAR:  # a class is in the window with all its keys or not at all
+            end = begin
+        hot[k // EIGHT, begin:end] = 1 << (k % EIGHT)
+        edges[k // EIGHT, k % EIGHT], edges[k // EIGHT, k % EIGHT + 1] = begin, end
+    return np.uint64(first), low, hot, edges
 
 
 @njit(nogil=True)
-def _part(array, part):
-    """Part 0 is the array itself; part 1 its last elements that fill no block, in a block of their own."""
-    if part == 0:
-        return array
-    tail = np.zeros(LANES, array.dtype)
-    rest = array.size % LANES
+def _tail(array):
+    """The last elements, which fill no tile, in one of their own."""
+    tail = np.zeros(_TILE, array.dtype)
+    rest = array.size % _TILE
     tail[:rest] = array[array.size - rest :]
     return tail
 
 
 @njit(nogil=True)
-def _blocks(size, part):
-    """Elements in the whole blocks of a part."""
-    if part == 0:
-        return np.uint64(size // LANES * LANES)
-    return np.uint64(LANES if size % LANES else 0)
+def _tables(width):
+    """`members`, `before` and `totals` of `survey_of`; aligned to cache lines, because they are written as vectors."""
+    room = np.empty((BLOCKS + BLOCKS // 4 + 1) * width + LANES // 8, np.uint64)
+    start = (-room.ctypes.data % LANES) // 8
+    middle, end = start + BLOCKS * width, start + (BLOCKS + BLOCKS // 4) * width
+    return room[start:middle], room[middle:end].view(np.uint16), room[end : end + width].view(np.int64)
 
 
-@njit(nogil=True, inline="always")
-def _count(array, block, keep, edges, k, reached, passed):
-    """Who is at or above each of four edges of the window, from the one after k on: masks and running counts."""
-    one, two, three, four = reach_four(
-        array, block, keep, edges[k + _ONE], edges[k + _TWO], edges[k + _THREE], edges[k + _FOUR]
-    )
-    reached[k + _ONE], reached[k + _TWO], reached[k + _THREE], reached[k + _FOUR] = one, two, three, four
-    passed[k + _ONE] += popcount(one)
-    passed[k + _TWO] += popcount(two)
-    passed[k + _THREE] += popcount(three)
-    passed[k + _FOUR] += popcount(four)
+@njit(nogil=True)
+def _survey(array, start, size, form, low, hot, edges, members, before, totals, outside):
+    """`survey_of` for a tile of which the first `size` elements are valid."""
+    shift, mask = form[1] + form[3], form[2]
+    if len(hot) == 1:
+        survey_8(array, start, shift, mask, low, hot, edges, members, before, totals, outside)
+    else:
+        survey_16(array, start, shift, mask, low, hot, edges, members, before, totals, outside)
+    if size < _TILE:
+        last = size // LANES
+        valid = (_ONE << np.uint64(size % LANES)) - _ONE
+        for k in range(totals.size):
+            totals[k] = before[k * BLOCKS + last] + popcount(members[last * totals.size + k] & valid)
+        outside[last] &= valid
+        outside[last + 1 :] = _ZERO
 
 
 @njit(cache=True, nogil=True)
-def scan(old, new, form, class_of, starts, low, width, seen, last, tally, classes, gaps, steps, at):
+def scan(old, new, form, class_of, starts, seen, last, tally, touched, classes, gaps, steps, at):
     """Append the changed elements of a piece to `classes` u16, `gaps` u32, `steps`, from index `at`; returns the end.
 
     `seen` int64 [slots] counts elements met so far, `last` is the rank of the last changed one and `tally` the number
     of changed ones. A gap is the distance, in ranks of the class, to the previous changed element of that class
     (>= 1); a step the distance of the values in the ordered integers of the dtype. Within a class, elements come in
-    order.
+    order. `touched` int64 [1] counts the words that differ, where the field is
+    not all of the word.
     """
     sign, shift, mask, base, full = form[0], form[1], form[2], form[3], form[4]
-    keep, edges = _window(old, form, starts, low, width)
-    field = old.dtype.type(full << base)
-    reached, passed = np.zeros(MAX_WINDOW + 1, np.uint64), np.zeros(MAX_WINDOW + 1, np.int64)
-    first, wide, at = np.uint64(low), np.uint64(width), np.uint64(at)
-    for part in range(2):
-        a_part, b_part, size = _part(old, part), _part(new, part), _blocks(old.size, part)
-        valid = _ALL if part == 0 else (_ONE << np.uint64(old.size % LANES)) - _ONE
-        for block in range(np.uint64(0), size, _BLOCK):
-            change = differ(a_part, b_part, block, field)
-            inside = reach(a_part, block, keep, edges[0]) & valid
-            reached[0] = inside
-            passed[0] += popcount(inside)
-            for k in range(np.uint64(0), wide, _FOUR):
-                _count(a_part, block, keep, edges, k, reached, passed)
-            outside = (~inside | reached[wide]) & valid
-            while outside:
-                lane = lowest(outside)
-                outside &= outside - _ONE
-                a = (np.uint64(a_part[block + lane]) >> base) & full
+    first, low, hot, edges = _window(old, form, class_of, starts, seen.size)
+    members, before, totals = _tables(len(hot) * EIGHT)
+    outside, change = np.empty(BLOCKS, np.uint64), np.empty(BLOCKS, np.uint64)
+    field, every = old.dtype.type(full << base), old.dtype.type(_ALL)
+    width, at = np.uint64(totals.size), np.uint64(at)
+    for tile in range(0, old.size, _TILE):
+        size = min(_TILE, old.size - tile)
+        whole = size == _TILE
+        a_tile, b_tile = (old, new) if whole else (_tail(old), _tail(new))
+        start = np.uint64(tile if whole else 0)
+        _survey(a_tile, start, size, form, low, hot, edges, members, before, totals, outside)
+        for b in range(_BLOCKS):
+            change[b] = differ(a_tile, b_tile, start + b * _BLOCK, field)
+            prefetch(b_tile, start + (b + _BLOCKS) * _BLOCK)
+        if field != every:
+            for b in range(_BLOCKS):
+                touched[0] += popcount(differ(a_tile, b_tile, start + b * _BLOCK, every))
+        busy = at_least(change, _ZERO, _ONE) | at_least(outside, _ZERO, _ONE)
+        while busy:
+            b = lowest(busy)
+            busy &= busy - _ONE
+            ones, others, origin = change[b], outside[b], start + b * _BLOCK
+            while others:
+                lane = lowest(others)
+                others &= others - _ONE
+                a = (np.uint64(a_tile[origin + lane]) >> base) & full
                 c = np.uint64(class_of[(a >> shift) & mask])
                 seen[c] += 1
-                if (change >> lane) & _ONE:
-                    b = (np.uint64(b_part[block + lane]) >> base) & full
-                    change ^= _ONE << lane
-                    classes[at] = c
-                    gaps[at] = seen[c] - last[c]
-                    steps[at] = _ordered(b, sign, full) - _ordered(a, sign, full)
+                if (ones >> lane) & _ONE:
+                    ones ^= _ONE << lane
+                    value = (np.uint64(b_tile[origin + lane]) >> base) & full
+                    classes[at], gaps[at] = c, seen[c] - last[c]
+                    steps[at] = _ordered(value, sign, full) - _ordered(a, sign, full)
                     last[c] = seen[c]
                     tally[c] += 1
                     at += _ONE
-            while change:
-                lane = lowest(change)
-                change &= change - _ONE
-                a = (np.uint64(a_part[block + lane]) >> base) & full
-                b = (np.uint64(b_part[block + lane]) >> base) & full
+            while ones:
+                lane = lowest(ones)
+                a = (np.uint64(a_tile[origin + lane]) >> base) & full
+                value = (np.uint64(b_tile[origin + lane]) >> base) & full
                 c = np.uint64(class_of[(a >> shift) & mask])
                 k = c - first
-                # The counts are already past this block: take back the members of the class behind this one.
-                behind = popcount(((reached[k] & ~reached[k + _ONE]) >> lane) >> _ONE)
-                rank = seen[c] + passed[k] - passed[k + _ONE] - behind
-                classes[at] = c
-                gaps[at] = rank - last[c]
-                steps[at] = _ordered(b, sign, full) - _ordered(a, sign, full)
+                ahead = popcount(members[b * width + k] & (ones ^ (ones - _ONE)))
+                rank = seen[c] + np.int64(before[k * _BLOCKS + b]) + ahead
+                ones &= ones - _ONE
+                classes[at], gaps[at] = c, rank - last[c]
+                steps[at] = _ordered(value, sign, full) - _ordered(a, sign, full)
                 last[c] = rank
                 tally[c] += 1
                 at += _ONE
-    for k in range(wide):
-        seen[first + k] += passed[k] - passed[k + _ONE]
+        for k in range(width):
+            seen[first + k] += totals[k]
     return np.int64(at)
 
 
@@ -200,125 +220,87 @@ def group_by_class(classes, gaps, steps, passed, carry, cursor, out_gaps, out_st
 
 
 @njit(nogil=True, inline="always")
-def _select(mask, rank):
-    """Position of the one with `rank` ones below it; `mask` has more than `rank`. No branches: ranks are random."""
-    sums = mask - ((mask >> _ONE) & _PAIRS)
-    sums = (sums & _NIBBLES) + ((sums >> _TWO) & _NIBBLES)
-    sums = ((sums + (sums >> _FOUR)) & _BYTES) * _EVERY  # byte k: ones in bytes 0 to k
-    below = (((rank * _EVERY) | _HIGH) - sums) & _HIGH
-    shift = np.uint64(popcount(below)) << _THREE
-    left = rank - (((sums << np.uint64(8)) >> shift) & np.uint64(255))
-    return shift + np.uint64(_IN_BYTE[left, (mask >> shift) & np.uint64(255)])
+def _moved(word, step, sign, base, full):
+    """The new value of an element with the old `word`."""
+    return _restored(_ordered((np.uint64(word) >> base) & full, sign, full) + np.uint64(step), sign, full)
 
 
-@njit(cache=True, nogil=True)
-def locate(old, form, class_of, starts, low, width, due, cursor, end, gaps, steps, offset, indices, values):
-    """Inverse of `scan` for one piece: fill `indices` u32 (counted from `offset`) and `values`, both ascending.
-
-    Per class: `due` int64 is how many elements to pass before the next changed one, `cursor` and `end` uint64 where
-    its gaps and steps are. Values are those of the field (`full` bits, not shifted to their base). Returns how many
-    were found, -1 when `indices` is too short for them (another base).
-    """
-    sign, shift, mask, base, full = form[0], form[1], form[2], form[3], form[4]
-    keep, edges = _window(old, form, starts, low, width)
-    reached, passed = np.zeros(MAX_WINDOW + 1, np.uint64), np.zeros(MAX_WINDOW + 1, np.int64)
-    found_steps, targets = np.zeros(LANES, steps.dtype), np.zeros(MAX_WINDOW, np.int64)
-    targets[:width] = due[low : low + width]
-    first, wide, found = np.uint64(low), np.uint64(width), np.uint64(0)
-    for part in range(2):
-        a_part, size = _part(old, part), _blocks(old.size, part)
-        start = np.uint64(offset if part == 0 else offset + old.size // LANES * LANES)
-        valid = _ALL if part == 0 else (_ONE << np.uint64(old.size % LANES)) - _ONE
-        for block in range(np.uint64(0), size, _BLOCK):
-            change = np.uint64(0)
-            inside = reach(a_part, block, keep, edges[0]) & valid
-            reached[0] = inside
-            passed[0] += popcount(inside)
-            hits = np.uint64(0)  # classes of the window whose next changed element is in this block
-            for k in range(np.uint64(0), wide, _FOUR):
-                _count(a_part, block, keep, edges, k, reached, passed)
-                for j in range(k, k + _FOUR):
-                    hits |= (np.uint64(targets[j] + passed[j + _ONE] - passed[j]) >> np.uint64(63)) << j
-            while hits:
-                k = lowest(hits)
-                hits &= hits - _ONE
-                members = reached[k] & ~reached[k + _ONE]
-                until = passed[k] - passed[k + _ONE]
-                before = until - popcount(members)
-                target, at, stop = targets[k], cursor[first + k], end[first + k]
-                while target < until:
-                    lane = _select(members, np.uint64(target - before))
-                    found_steps[lane] = steps[at]
-                    change |= _ONE << lane
-                    at += _ONE
-                    target += np.int64(gaps[at]) if at < stop else NEVER
-                cursor[first + k] = at
-                targets[k] = target
-            outside = (~inside | reached[wide]) & valid
-            while outside:
-                lane = lowest(outside)
-                outside &= outside - _ONE
-                c = np.uint64(class_of[(np.uint64(a_part[block + lane]) >> (shift + base)) & mask])
-                if due[c] == 0:
-                    at = cursor[c]
-                    found_steps[lane] = steps[at]
-                    change |= _ONE << lane
-                    cursor[c] = at + _ONE
-                    due[c] = np.int64(gaps[at + _ONE]) if at + _ONE < end[c] else NEVER
-                due[c] -= 1
-            while change:
-                lane = lowest(change)
-                change &= change - _ONE
-                if found == np.uint64(indices.size):
-                    return -1
-                a = (np.uint64(a_part[block + lane]) >> base) & full
-                indices[found] = start + block + lane
-                values[found] = _restored(_ordered(a, sign, full) + np.uint64(found_steps[lane]), sign, full)
+@njit(nogil=True)
+def _locate_window(
+    tile, start, first, members, before, totals, due, cursor, end, gaps, steps, form, origin, indices, values, found
+):
+    """The changed elements of a tile that are in the window: see `locate`. Returns the number found, or -1."""
+    sign, base, full = form[0], form[3], form[4]
+    width, room = np.uint64(totals.size), np.uint64(indices.size)
+    for k in range(width):
+        c, row, until = first + k, k * _BLOCKS, totals[k]
+        target = due[c]
+        if target < until:
+            at, stop = cursor[c], end[c]
+            while target < until:
+                # The last block with at most `target` members before it. No branches: ranks are random.
+                b = _LAST - np.uint64(popcount(at_least(before, row, np.uint16(target + 1))))
+                lane = nth_one(members[b * width + k], np.uint64(target - np.int64(before[row + b])))
+                if found == room:
+                    return np.int64(-1)
+                place = start + b * _BLOCK + lane
+                indices[found] = origin + place
+                values[found] = _moved(tile[place], steps[at], sign, base, full)
                 found += _ONE
-    for k in range(wide):
-        due[first + k] = targets[k] - (passed[k] - passed[k + _ONE])
+                at += _ONE
+                prefetch_line(gaps, at + _AHEAD)  # a stream a class: too many for the processor to foresee
+                prefetch_line(steps, at + _AHEAD)
+                target += np.int64(gaps[at]) if at < stop else NEVER
+            cursor[c] = at
+        due[c] = target - until
     return np.int64(found)
 
 
 @njit(cache=True, nogil=True)
-def merge_halves(octets, offset, low_at, low, high_at, high, indices, values):
-    """Patch of `octets` (whose first is number `offset`) from those of its low and its high nibbles, all ascending.
+def locate(old, form, class_of, starts, due, cursor, end, gaps, steps, offset, indices, values):
+    """Inverse of `scan` for one piece: fill `indices` u32 (each once, counted from `offset`) and `values`.
 
-    Returns how many were written to `indices` and `values`.
+    Per class: `due` int64 is how many elements to pass before the next changed one, `cursor` and `end` uint64 where
+    its gaps and steps are. Values are those of the field (`full` bits, not shifted to their base). Returns how many
+    were found, -1 when there are more than fit (another base).
     """
-    i = j = found = 0
-    while i < low_at.size or j < high_at.size:
-        if j == high_at.size or (i < low_at.size and low_at[i] <= high_at[j]):
-            at = np.int64(low_at[i])
-        else:
-            at = np.int64(high_at[j])
-        octet = octets[at - offset]
-        if i < low_at.size and low_at[i] == at:
-            octet = (octet & np.uint8(0xF0)) | low[i]
-            i += 1
-        if j < high_at.size and high_at[j] == at:
-            octet = (octet & np.uint8(0x0F)) | (high[j] << np.uint8(4))
-            j += 1
-        indices[found], values[found] = at, octet
-        found += 1
-    return found
-
-
-@njit(cache=True, nogil=True)
-def octets_to_words(words, octets_at, octets, indices, values):
-    """Patch of `words` from one of their bytes (little-endian). Returns how many were written."""
-    size = np.int64(words.itemsize)
-    found = -1
-    last = np.int64(-1)
-    for i in range(octets.size):
-        at = np.int64(octets_at[i]) // size
-        if at != last:
-            found += 1
-            last = at
-            indices[found], values[found] = at, words[at]
-        place = np.uint64(8 * (np.int64(octets_at[i]) % size))
-        values[found] = (np.uint64(values[found]) & ~(np.uint64(255) << place)) | (np.uint64(octets[i]) << place)
-    return found + 1
+    sign, shift, mask, base, full = form[0], form[1], form[2], form[3], form[4]
+    first, low, hot, edges = _window(old, form, class_of, starts, due.size)
+    members, before, totals = _tables(len(hot) * EIGHT)
+    outside = np.empty(BLOCKS, np.uint64)
+    found = np.uint64(0)
+    for begin in range(0, old.size, _TILE):
+        size = min(_TILE, old.size - begin)
+        whole = size == _TILE
+        tile = old if whole else _tail(old)
+        start, origin = np.uint64(begin if whole else 0), np.uint64(offset if whole else offset + begin)
+        _survey(tile, start, size, form, low, hot, edges, members, before, totals, outside)
+        located = _locate_window(
+            tile, start, first, members, before, totals, due, cursor, end, gaps, steps, form, origin,
+            indices, values, found,
+        )  # fmt: skip
+        if located < 0:
+            return located
+        found = np.uint64(located)
+        busy = at_least(outside, _ZERO, _ONE)
+        while busy:
+            b = lowest(busy)
+            busy &= busy - _ONE
+            others = outside[b]
+            while others:
+                place = start + b * _BLOCK + lowest(others)
+                others &= others - _ONE
+                c = np.uint64(class_of[(np.uint64(tile[place]) >> (shift + base)) & mask])
+                if due[c] == 0:
+                    if found == np.uint64(indices.size):
+                        return -1
+                    at = cursor[c]
+                    indices[found], values[found] = origin + place, _moved(tile[place], steps[at], sign, base, full)
+                    found += _ONE
+                    cursor[c] = at + _ONE
+                    due[c] = np.int64(gaps[at + _ONE]) if at + _ONE < end[c] else NEVER
+                due[c] -= 1
+    return np.int64(found)
 
 
 @njit(cache=True, nogil=True)

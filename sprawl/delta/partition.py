@@ -16,8 +16,8 @@ import numpy as np
 
 from sprawl.delta import kernels
 from sprawl.delta.bits import Bits
+from sprawl.delta.kernels import EIGHT, HEAVY, MARGIN
 
-HEAVY = 500  # a class with more than one in HEAVY elements is worth a vector compare
 _BUDGET = 0.01  # share of the bytes that wider classes may cost
 _STEP_BITS = 1.5  # of a changed element, besides its position
 
@@ -35,13 +35,13 @@ class Partition:
 
     @property
     def slots(self) -> int:
-        """Entries of per-class arrays: the kernels' window is a multiple of four and may end beyond the last class."""
-        return self.classes + 3
+        """Entries of per-class arrays: the kernels' window may end beyond the last class."""
+        return self.classes + MARGIN
 
     @cached_property
     def edges(self) -> np.ndarray:
-        """First key of every slot and of what follows, uint64 [slots + 1]; beyond the last class there is nothing."""
-        return np.array([*self.starts, *range(self.keys, self.keys + 4)], np.uint64)
+        """First key of every slot and of what follows, uint64 [slots + 1]; slots without a class are empty."""
+        return np.array([*self.starts, *[self.keys] * (MARGIN + 1)], np.uint64)
 
     @cached_property
     def class_of(self) -> np.ndarray:
@@ -91,7 +91,7 @@ def _merge(counts: np.ndarray, changed: np.ndarray) -> list[int]:
     budget = _BUDGET * (_bits(counts, changed).sum() + _STEP_BITS * changed.sum())
     n, c = counts.astype(float), changed.astype(float)
     best, spent = starts, 0.0
-    fewest = -(-int((n * HEAVY > total).sum()) // 4)
+    fewest = -(-int((n * HEAVY > total).sum()) // EIGHT)
     while fewest > 1:
         heavy = n * HEAVY > total
         pairs = np.flatnonzero(heavy[:-1] & heavy[1:])
@@ -106,7 +106,7 @@ def _merge(counts: np.ndarray, changed: np.ndarray) -> list[int]:
         n[at], c[at] = n[at] + n[at + 1], c[at] + c[at + 1]
         n, c = np.delete(n, at + 1), np.delete(c, at + 1)
         starts = [*starts[: at + 1], *starts[at + 2 :]]
-        fours = -(-int((n * HEAVY > total).sum()) // 4)
-        if fours < fewest:  # vectors work on four classes at once: fewer within a group of four gain nothing
-            fewest, best = fours, starts
+        eights = -(-int((n * HEAVY > total).sum()) // EIGHT)
+        if eights < fewest:  # vectors work on eight classes at once: fewer within a group of eight gain nothing
+            fewest, best = eights, starts
     return best

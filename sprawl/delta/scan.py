@@ -16,14 +16,13 @@ import torch
 
 from sprawl.delta import kernels
 from sprawl.delta.bits import Bits, integer_view
-from sprawl.delta.partition import HEAVY, Partition, choose
+from sprawl.delta.partition import Partition, choose
 from sprawl.delta.scratch import scratch
 from sprawl.delta.state import State
 
 UNIT = 1 << 22
 _SAMPLE = 1024  # elements of one sampled run
 _RUNS = 16
-_LARGE = 1 << 14  # a piece from which it is worth looking for its own window
 
 
 @dataclass(frozen=True)
@@ -92,35 +91,6 @@ def units(names: Sequence[str], state: State) -> Iterator[list[Piece]]:
         yield unit
 
 
-class Windows:
-    """Which classes are worth a vector compare, piece after piece. Small pieces go by the window of the one before."""
-
-    def __init__(self, bits: Bits, partition: Partition) -> None:
-        self._bits, self._partition = bits, partition
-        self._last: tuple[int, int] | None = None
-
-    def of(self, old: np.ndarray) -> tuple[int, int]:
-        """First class and number of classes, a multiple of four."""
-        if self._last is None or old.size >= _LARGE:
-            self._last = self._find(old)
-        return self._last
-
-    def _find(self, old: np.ndarray) -> tuple[int, int]:
-        keys = np.zeros((2, self._bits.keys), np.int64)
-        for start in range(0, old.size, max(_SAMPLE, old.size // 4)):
-            some = old[start : start + _SAMPLE]
-            kernels.count_keys(some, some, self._bits.form, keys[0], keys[1])
-        counts = np.add.reduceat(keys[0], self._partition.starts)
-        common = np.flatnonzero(counts * HEAVY > counts.sum())
-        if common.size == 0:  # no class stands out: any bit pattern at all
-            return int(counts.argmax()), 4
-        low = int(common[0])
-        width = min(-(-(int(common[-1]) - low + 1) // 4) * 4, kernels.MAX_WINDOW)
-        if low + width <= common[-1]:  # two far groups of magnitudes: keep the heavier neighbourhood
-            low = int(np.convolve(counts, np.ones(width, np.int64), "valid").argmax())
-        return low, width
-
-
 def choose_partition(names: Sequence[str], base: State, new: State, lanes: tuple[Bits, ...]) -> Partition:
     """The classes for a delta of these tensors, from a sample of each."""
     pairs = [(_spread(base[name]), _spread(new[name])) for name in names]
@@ -140,16 +110,15 @@ def scan_unit(pieces: list[Piece], base: State, new: State, lanes: tuple[Bits, .
     classes, gaps = scratch("classes", limit, np.uint16), scratch("gaps", limit, np.uint32)
     steps = scratch("steps", limit, lanes[0].unsigned)
     seen, last, counts = (np.zeros(partition.slots, np.int64) for _ in range(3))
-    windows = [Windows(bits, partition) for bits in lanes]
+    touched = np.zeros(1, np.int64)
     ways = partition.class_of, partition.edges
     changed = []
     at = 0
     for piece in pieces:
         old, now = (fetch(state[piece.name], piece.start, piece.stop) for state in (base, new))
         ends = [at]
-        for bits, window in zip(lanes, windows, strict=True):
-            low, width = window.of(old)
-            at = kernels.scan(old, now, bits.form, *ways, low, width, seen, last, counts, classes, gaps, steps, at)
+        for bits in lanes:
+            at = kernels.scan(old, now, bits.form, *ways, seen, last, counts, touched, classes, gaps, steps, at)
             ends.append(at)
         changed.append([stop - start for start, stop in pairwise(ends)])
     return Found(pieces, changed, counts, seen - last, classes[:at].copy(), gaps[:at].copy(), steps[:at].copy())

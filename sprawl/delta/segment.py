@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from sprawl.delta import kernels
+from sprawl.delta import halves, kernels
 from sprawl.delta.bits import Bits
 from sprawl.delta.partition import Partition, partition_of
 from sprawl.delta.rans import decode_values, encode_values
-from sprawl.delta.scan import Found, Windows
+from sprawl.delta.scan import Found
 from sprawl.delta.scratch import scratch
 from sprawl.errors import IntegrityError
 
@@ -30,7 +30,10 @@ LIMIT = (1 << 32) - 1  # ranks and indices are u32
 
 @dataclass(frozen=True)
 class Patch:
-    """New values of some elements of a tensor: `indices` u32 [k] into the flat tensor, ascending, `values` [k]."""
+    """New values of some elements of a tensor: `indices` u32 [k] into the flat tensor, each once, and `values` [k].
+
+    Indices come in no particular order, except that distant ones ascend, which is what writing them likes.
+    """
 
     indices: np.ndarray
     values: np.ndarray
@@ -110,32 +113,30 @@ def decode_segment(
         cursor[class_], end[class_] = at, at + count
         due[class_] = int(gaps[at]) - 1
         at += count
-    windows = [Windows(lane, partition) for lane in lanes]
     ways = partition.class_of, partition.edges
     patches = []
     for (old, start), counts in zip(olds, changed, strict=True):
-        halves = []
-        for lane, window, count in zip(lanes, windows, counts, strict=True):
+        found = []
+        for lane, count in zip(lanes, counts, strict=True):
             indices, values = np.empty(count, np.uint32), np.empty(count, bits.unsigned)
-            low, width = window.of(old)
             streams = due, cursor, end, gaps, steps
-            found = kernels.locate(old, lane.form, *ways, low, width, *streams, start, indices, values)
-            if found != count:
+            if kernels.locate(old, lane.form, *ways, *streams, start, indices, values) != count:
                 raise IntegrityError("a delta segment does not belong to the state it is applied to")
-            halves.append(Patch(indices, values))
-        patches.append(halves[0] if len(halves) == 1 else _merge(old, start, halves[0], halves[1]))
+            found.append(Patch(indices, values))
+        patches.append(found[0] if len(found) == 1 else _merge(old, start, found[0], found[1]))
     return patches
 
 
 def _merge(octets: np.ndarray, start: int, low: Patch, high: Patch) -> Patch:
     limit = low.indices.size + high.indices.size
     indices, values = np.empty(limit, np.uint32), np.empty(limit, np.uint8)
-    count = kernels.merge_halves(octets, start, low.indices, low.values, high.indices, high.values, indices, values)
+    ascending = *halves.in_order(low.indices, low.values), *halves.in_order(high.indices, high.values)
+    count = halves.merge_halves(octets, start, *ascending, indices, values)
     return Patch(indices[:count], values[:count])
 
 
 def words_patch(words: np.ndarray, octets: Patch) -> Patch:
     """A patch of the bytes of `words` as one of the words themselves."""
     indices, values = np.empty(octets.indices.size, np.uint32), np.empty(octets.indices.size, words.dtype)
-    count = kernels.octets_to_words(words, octets.indices, octets.values, indices, values)
+    count = halves.octets_to_words(words, octets.indices, octets.values, indices, values)
     return Patch(indices[:count], values[:count])
