@@ -85,7 +85,9 @@ def _window(old, form, class_of, starts, slots):
     while eights * EIGHT < MARGIN and (seen - most) * HEAVY > seen:
         eights += 1
         for c in range(slots - MARGIN):
-            inside = counts[c : c + EIGHT * eights].sum()
+            inside = 0
+            for k in range(EIGHT * eights):
+                inside += counts[c + k]
             if inside > most:
                 first, most = c, inside
     low = starts[first]
@@ -94,7 +96,8 @@ def _window(old, form, class_of, starts, slots):
         begin, end = min(starts[first + k] - low, _FAR), starts[first + k + 1] - low
         if end > _FAR:  # a class is in the window with all its keys or not at all
             end = begin
-        hot[k // EIGHT, begin:end] = 1 << (k % EIGHT)
+        for key in range(begin, end):
+            hot[k // EIGHT, key] = 1 << (k % EIGHT)
         edges[k // EIGHT, k % EIGHT], edges[k // EIGHT, k % EIGHT + 1] = begin, end
     return np.uint64(first), low, hot, edges
 
@@ -104,7 +107,8 @@ def _tail(array):
     """The last elements, which fill no tile, in one of their own."""
     tail = np.zeros(_TILE, array.dtype)
     rest = array.size % _TILE
-    tail[:rest] = array[array.size - rest :]
+    for i in range(rest):
+        tail[i] = array[array.size - rest + i]
     return tail
 
 
@@ -131,7 +135,8 @@ def _survey(array, start, size, form, low, hot, edges, members, before, totals, 
         for k in range(totals.size):
             totals[k] = before[k * BLOCKS + last] + popcount(members[last * totals.size + k] & valid)
         outside[last] &= valid
-        outside[last + 1 :] = _ZERO
+        for b in range(last + 1, BLOCKS):
+            outside[b] = _ZERO
 
 
 @njit(cache=True, nogil=True)

@@ -22,22 +22,23 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
+from sprawl.delta.frequencies import SCALE, SCALE_BITS, TOKENS, group_classes, push_table, scale_counts, slot_table
 from sprawl.delta.scratch import scratch
-from sprawl.delta.simd import highest
+from sprawl.delta.simd import highest, read_word
 from sprawl.errors import IntegrityError
 
-_SCALE_BITS = 12
-_SCALE = 1 << _SCALE_BITS
 _FLOOR = np.uint64(1 << 15)  # states stay in [2**15, 2**31)
 _DIRECT = 16
-_TOKENS = 256
 _WAYS = 4
-_NO_TABLE = 128  # values that are too few for a table of their own
-_GROUP_BYTES = 24  # of a group besides its frequencies and words
 _LOW = np.uint64(0xFFFF)
 _WORD = np.uint64(0xFFFFFFFF)
-_SHIFT = np.uint64(_SCALE_BITS)
-_SLOTS = np.uint64(_SCALE - 1)
+_SHIFT = np.uint64(SCALE_BITS)
+_SLOTS = np.uint64(SCALE - 1)
+_RAW_SPARE = 9  # bytes that may be read behind the raw bits
+_SIZES = np.array([(token - _DIRECT) // 4 + 2 if token >= _DIRECT else 0 for token in range(TOKENS)], np.uint64)
+_BASES = np.array(
+    [(4 | token % 4) << int(size) if token >= _DIRECT else token for token, size in enumerate(_SIZES)], np.uint64
+)  # of a token: how many raw bits follow, and the value when they are 0
 
 
 @njit(nogil=True, inline="always")
@@ -125,164 +126,71 @@ def _encode(tokens, pushes, states, words):
 
 @njit(nogil=True, inline="always")
 def _pop(state, slots, words, at):
+    """Token, new state and position. `words` has `_WAYS` spare ones: see `_decode`."""
     packed = np.uint64(slots[state & _SLOTS])
     state = ((packed >> np.uint64(20)) + np.uint64(1)) * (state >> _SHIFT) + ((packed >> np.uint64(8)) & _SLOTS)
     empty = np.uint64(state < _FLOOR)
-    # A damaged stream may ask for more words than there are: the count is checked at the end.
-    word = np.uint64(words[min(at, words.size - 1)])
-    return (state << (empty << np.uint64(4))) | (word * empty), packed & np.uint64(255), at + np.int64(empty)
+    state = (state << (empty << np.uint64(4))) | (np.uint64(words[at]) & (np.uint64(0) - empty))
+    return packed & np.uint64(255), state, at + empty
 
 
 @njit(cache=True, nogil=True)
 def _decode(slots, states, words, tokens):
-    """Inverse of `_encode`; `words` has one spare at its end. True when it ends where the encoder began."""
-    at = 0
-    whole = tokens.size // _WAYS * _WAYS
+    """Inverse of `_encode`; `words` has `_WAYS` spare ones at its end. True when it ends where the encoder began.
+
+    A damaged stream may ask for more words than there are: it gets arbitrary ones, and is noticed.
+    """
+    at, limit, over = np.uint64(0), np.uint64(words.size - _WAYS), False
+    whole = np.uint64(tokens.size // _WAYS * _WAYS)
     a, b, c, d = states[0], states[1], states[2], states[3]
-    for i in range(0, whole, _WAYS):
-        a, tokens[i], at = _pop(a, slots, words, at)
-        b, tokens[i + 1], at = _pop(b, slots, words, at)
-        c, tokens[i + 2], at = _pop(c, slots, words, at)
-        d, tokens[i + 3], at = _pop(d, slots, words, at)
+    for i in range(np.uint64(0), whole, np.uint64(_WAYS)):
+        tokens[i], a, at = _pop(a, slots, words, at)
+        tokens[i + np.uint64(1)], b, at = _pop(b, slots, words, at)
+        tokens[i + np.uint64(2)], c, at = _pop(c, slots, words, at)
+        tokens[i + np.uint64(3)], d, at = _pop(d, slots, words, at)
+        if at > limit:
+            over, at = True, limit
     states[0], states[1], states[2], states[3] = a, b, c, d
     for i in range(whole, tokens.size):
-        states[i - whole], tokens[i], at = _pop(states[i - whole], slots, words, at)
-    done = at == words.size - 1
+        tokens[i], states[i - whole], at = _pop(states[i - whole], slots, words, at)
+    intact = at == limit and not over
     for way in range(_WAYS):
-        done &= states[way] == _FLOOR
-    return done
-
-
-@njit(nogil=True, inline="always")
-def _take(raw, position, size):
-    """`size` <= 32 bits of `raw` from bit `position`; zeros or anything behind its end, which is checked later."""
-    word = min(np.int64(position >> np.uint64(5)), raw.size - 2)
-    pair = np.uint64(raw[word]) | (np.uint64(raw[word + 1]) << np.uint64(32))
-    return (pair >> (position & np.uint64(31))) & ((np.uint64(1) << size) - np.uint64(1))
+        intact &= states[way] == _FLOOR
+    return intact
 
 
 @njit(cache=True, nogil=True)
-def _rebuild(tokens, signed, raw, values):
-    """Inverse of `_tokenise`: fill `values`; `raw` has two spare words. True when exactly the others were used."""
-    position = np.uint64(0)
-    for i in range(tokens.size):
+def _rebuild_gaps(tokens, sizes, bases, raw, values):
+    """Inverse of `_tokenise`: fill `values` u32. `sizes`, `bases` uint64 [256] are `_SIZES` and `_BASES`.
+
+    `raw` u8 has `_RAW_SPARE` spare bytes. True when exactly the others were used.
+    """
+    position, end = np.uint64(0), np.uint64(raw.size - _RAW_SPARE)
+    for i in range(np.uint64(tokens.size)):
         token = np.uint64(tokens[i])
-        value = token
-        if not signed or token >= np.uint64(_DIRECT):
-            large = np.uint64(token >= np.uint64(_DIRECT))
-            size = (((token - np.uint64(_DIRECT) * large) >> np.uint64(2)) + np.uint64(2)) * large
-            value = (np.uint64(4) | (token & np.uint64(3))) << size if large else token
-            first = min(size, np.uint64(32))
-            value |= _take(raw, position, first)
-            if size > first:
-                value |= _take(raw, position + first, size - first) << first
+        size = sizes[token]
+        bits = read_word(raw, min(position >> np.uint64(3), end)) >> (position & np.uint64(7))
+        values[i] = bases[token] + (bits & ((np.uint64(1) << size) - np.uint64(1))) + np.uint64(1)
+        position += size
+    return (position + np.uint64(31)) >> np.uint64(5) << np.uint64(2) == end
+
+
+@njit(cache=True, nogil=True)
+def _rebuild_steps(tokens, sizes, bases, raw, values):
+    """The same for steps, whose two's complement `values` get; nearly all are their own tokens."""
+    position, end = np.uint64(0), np.uint64(raw.size - _RAW_SPARE)
+    for i in range(np.uint64(tokens.size)):
+        value = np.uint64(tokens[i])
+        if value >= np.uint64(_DIRECT):
+            size, at, shift = sizes[value], min(position >> np.uint64(3), end), position & np.uint64(7)
+            bits = read_word(raw, at) >> shift
+            if size > np.uint64(57):  # the word may lack the last few
+                bits |= (np.uint64(raw[at + np.uint64(8)]) << np.uint64(1)) << (np.uint64(63) - shift)
+            value = bases[value] + (bits & ((np.uint64(1) << size) - np.uint64(1)))
             position += size
         value += np.uint64(1)
-        if signed:
-            values[i] = np.int64(value >> np.uint64(1)) ^ -np.int64(value & np.uint64(1))
-        else:
-            values[i] = value
-    return np.int64((position + np.uint64(31)) >> np.uint64(5)) == raw.size - 2
-
-
-@njit(cache=True, nogil=True)
-def _frequencies(counts):
-    """`counts` int64 [256] scaled to sum to 4096; what occurs keeps at least 1."""
-    total = counts.sum()
-    scaled = np.zeros(_TOKENS, np.int64)
-    for token in range(_TOKENS):
-        if counts[token]:
-            scaled[token] = max(1, counts[token] * _SCALE // total)
-    missing = _SCALE - scaled.sum()
-    while missing:  # rounding: the most frequent ones pay or gain
-        largest = scaled.argmax()
-        share = max(missing, -(scaled[largest] // 2))
-        scaled[largest] += share
-        missing -= share
-    return scaled
-
-
-@njit(cache=True, nogil=True)
-def _push_table(frequencies):
-    """What coding a token needs, uint64 [256, 5]: a division by its frequency as multiply and shift, exact for states.
-
-    state' = state + bias + (state // f) * (4096 - f), as in F. Giesen's public-domain rans_byte.
-    """
-    table = np.zeros((_TOKENS, 5), np.uint64)
-    start = 0
-    for token in range(_TOKENS):
-        frequency = frequencies[token]
-        if frequency == 0:
-            continue
-        shift = 0
-        while (1 << shift) < frequency:
-            shift += 1
-        if frequency == 1:  # the reciprocal does not fit: makes state - 1, which the bias repairs
-            table[token, 0], table[token, 3] = (1 << 32) - 1, start + _SCALE - 1
-        else:
-            table[token, 0], table[token, 3] = ((1 << (shift + 31)) + frequency - 1) // frequency, start
-            table[token, 1] = shift - 1
-        table[token, 2] = _SCALE - frequency
-        table[token, 4] = frequency << 19
-        start += frequency
-    return table
-
-
-@njit(cache=True, nogil=True)
-def _slot_table(frequencies):
-    """What each of the 4096 slots means, uint32: token, offset in its range << 8, its frequency - 1 << 20."""
-    slots = np.zeros(_SCALE, np.uint32)
-    at = 0
-    for token in range(_TOKENS):
-        for offset in range(frequencies[token]):
-            slots[at] = token | (offset << 8) | ((frequencies[token] - 1) << 20)
-            at += 1
-    return slots
-
-
-@njit(cache=True, nogil=True)
-def _cost(counts):
-    """Bits that a group with these token counts int64 [256] takes, its table included."""
-    total = counts.sum()
-    bits = 8.0 * _GROUP_BYTES
-    for token in range(_TOKENS):
-        if counts[token]:
-            bits += counts[token] * np.log2(total / counts[token]) + 10.4
-    return bits
-
-
-@njit(cache=True, nogil=True)
-def _groups(tables):
-    """How many neighbouring classes share each table: int64 [groups]. Pairs are joined as long as that saves bytes.
-
-    `tables` int64 [classes, 256] holds token counts; its first rows become those of the groups.
-    """
-    sizes, groups = np.ones(len(tables), np.int64), 1
-    for class_ in range(1, len(tables)):
-        if tables[groups - 1].sum() < _NO_TABLE:
-            tables[groups - 1] += tables[class_]
-            sizes[groups - 1] += 1
-        else:
-            tables[groups] = tables[class_]
-            groups += 1
-    alone, gains = np.zeros(groups), np.full(groups, -np.inf)
-    for k in range(groups):
-        alone[k] = _cost(tables[k])
-    for k in range(groups - 1):
-        gains[k] = alone[k] + alone[k + 1] - _cost(tables[k] + tables[k + 1])
-    while groups > 1:
-        at = gains[: groups - 1].argmax()
-        if gains[at] <= 0:
-            break
-        tables[at] += tables[at + 1]
-        sizes[at] += sizes[at + 1]
-        alone[at] = _cost(tables[at])
-        for k in range(at + 1, groups - 1):
-            tables[k], sizes[k], alone[k], gains[k] = tables[k + 1], sizes[k + 1], alone[k + 1], gains[k + 1]
-        groups -= 1
-        for k in range(max(0, at - 1), min(at + 1, groups - 1)):
-            gains[k] = alone[k] + alone[k + 1] - _cost(tables[k] + tables[k + 1])
-    return sizes[:groups]
+        values[i] = (value >> np.uint64(1)) ^ (np.uint64(0) - (value & np.uint64(1)))
+    return (position + np.uint64(31)) >> np.uint64(5) << np.uint64(2) == end
 
 
 def _varint(value: int) -> bytes:
@@ -302,11 +210,11 @@ def encode_values(values: np.ndarray, counts: Sequence[int]) -> bytes:
     signed = values.dtype.kind == "i"
     tokens = scratch("tokens", values.size, np.uint8)
     raw = scratch("raw", values.nbytes // 4 + 3, np.uint32)
-    tallies = np.zeros((len(counts), _TOKENS), np.int64)
+    tallies = np.zeros((len(counts), TOKENS), np.int64)
     raw = raw[: _tokenise(values, signed, np.cumsum(counts), tokens, tallies, raw)]
     parts = [np.uint32(raw.size).astype("<u4").tobytes(), raw.astype("<u4").tobytes()]
     start = 0
-    for tally, size in zip(tallies, _groups(tallies).tolist(), strict=False):
+    for tally, size in zip(tallies, group_classes(tallies).tolist(), strict=False):
         stop = start + int(tally.sum())
         parts += [_varint(size), *_encode_group(tokens[start:stop], tally)]
         start = stop
@@ -314,9 +222,9 @@ def encode_values(values: np.ndarray, counts: Sequence[int]) -> bytes:
 
 
 def _encode_group(tokens: np.ndarray, tally: np.ndarray) -> list[bytes]:
-    frequencies = _frequencies(tally)
+    frequencies = scale_counts(tally)
     words, states = scratch("words", tokens.size + 2, np.uint16), np.empty(_WAYS, np.uint64)
-    words = words[_encode(tokens, _push_table(frequencies), states, words) :]
+    words = words[_encode(tokens, push_table(frequencies), states, words) :]
     used = np.flatnonzero(tally)
     low, high = int(used[0]), int(used[-1])
     table = [_varint(int(frequency)) for frequency in frequencies[low : high + 1]]
@@ -362,7 +270,7 @@ def decode_values(data: bytes, counts: Sequence[int], values: np.ndarray) -> Non
     cursor = _Cursor(data)
     start = class_ = 0
     try:
-        raw = cursor.array("raw", "<u4", cursor.array("size", "<u4", 1, 0)[0], 2)
+        raw = cursor.array("raw", "u1", 4 * int(cursor.array("size", "<u4", 1, 0)[0]), _RAW_SPARE)
         while class_ < len(counts):
             size = cursor.varint()
             stop = start + sum(counts[class_ : class_ + size])
@@ -372,17 +280,19 @@ def decode_values(data: bytes, counts: Sequence[int], values: np.ndarray) -> Non
                 break
     except (IndexError, ValueError) as error:
         raise IntegrityError(f"a delta stream is cut short: {error}") from None
-    intact = start == values.size and class_ == len(counts) and cursor.at == len(data)
-    if not intact or not _rebuild(tokens, values.dtype.kind == "i", raw, values):
+    intact = whole and start == values.size and class_ == len(counts) and cursor.at == len(data)
+    rebuild = _rebuild_steps if values.dtype.kind == "i" else _rebuild_gaps
+    unsigned = values.view(f"u{values.itemsize}")  # two's complement either way
+    if not intact or not rebuild(tokens, _SIZES, _BASES, raw, unsigned):
         raise IntegrityError(f"a delta stream does not hold the {values.size} values that its header names")
 
 
 def _decode_group(cursor: _Cursor, tokens: np.ndarray) -> bool:
     low = cursor.byte()
-    frequencies = np.zeros(_TOKENS, np.int64)
+    frequencies = np.zeros(TOKENS, np.int64)
     for token in range(low, low + cursor.byte() + 1):
         frequencies[token] = cursor.varint()
     count = cursor.varint()
     states = cursor.array("states", "<u4", _WAYS, 0).astype(np.uint64)
-    words = cursor.array("words", "<u2", count, 1)
-    return bool(frequencies.sum() == _SCALE and _decode(_slot_table(frequencies), states, words, tokens))
+    words = cursor.array("words", "<u2", count, _WAYS)
+    return bool(frequencies.sum() == SCALE and _decode(slot_table(frequencies), states, words, tokens))
