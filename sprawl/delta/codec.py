@@ -20,7 +20,7 @@ from sprawl.delta import container, kernels
 from sprawl.delta.bits import BITS, PACKED, integer_view
 from sprawl.delta.draft import Drafter, TensorInfo, octets, same_form
 from sprawl.delta.pool import Pool
-from sprawl.delta.scan import fetch
+from sprawl.delta.scan import fetch, size_of, words_of
 from sprawl.delta.segment import Patch, decode_segment, words_patch
 from sprawl.delta.state import State, dtype_name
 from sprawl.delta.whole import decode_whole, encode_whole, unpack_tensor
@@ -117,9 +117,9 @@ def _decode_segment(
     olds = []
     for place, start, stop, _ in segment["pieces"]:
         name, tensor = tensors[place]
-        words = octets(tensor) if segment["packed"] else tensor
-        if not 0 <= start < stop <= words.numel() or tensor.dtype != dtype:
-            raise IntegrityError(f"patches elements {start} to {stop} of {name!r}, which has {words.numel()}")
+        words = words_of(octets(tensor) if segment["packed"] else tensor)
+        if not 0 <= start < stop <= size_of(words) or tensor.dtype != dtype:
+            raise IntegrityError(f"patches elements {start} to {stop} of {name!r}, which has {size_of(words)}")
         olds.append((fetch(words, start, stop), start))
     lanes = PACKED[dtype] if segment["packed"] else (BITS[dtype],)
     patches = decode_segment(olds, [piece[3] for piece in segment["pieces"]], segment, payload, lanes)
@@ -132,7 +132,7 @@ def _join(found: list[Patch], tensor: torch.Tensor) -> Patch:
     if len(found) > 1:
         patch = Patch(np.concatenate([p.indices for p in found]), np.concatenate([p.values for p in found]))
     if patch.values.dtype != BITS[tensor.dtype].unsigned:
-        return words_patch(fetch(tensor, 0, tensor.numel()), patch)
+        return words_patch(fetch(words_of(tensor), 0, tensor.numel()), patch)
     return patch
 
 

@@ -11,13 +11,26 @@ import torch
 from sprawl.delta import kernels
 from sprawl.delta.bits import BITS, PACKED, Bits, holds_nibbles
 from sprawl.delta.pool import Pool
-from sprawl.delta.scan import Found, Piece, choose_partition, fetch, sample, scan_unit, units
+from sprawl.delta.scan import (
+    Found,
+    Piece,
+    Words,
+    choose_partition,
+    fetch,
+    near,
+    sample,
+    scan_unit,
+    size_of,
+    units,
+    words_of,
+)
 from sprawl.delta.segment import LIMIT, Segment, batches, encode_segment
 from sprawl.delta.state import State, dtype_name
 from sprawl.delta.whole import pack_tensor
 
 # Above this share of changed elements, in a sample, a tensor is coded both ways and the smaller form is sent.
 _TRY_WHOLE = 0.5
+_SAMPLE = 16, 128  # runs, and elements of each
 _STRIDE = 1 << 24  # elements counted at a time
 
 
@@ -46,11 +59,11 @@ def octets(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def count_changed(old: torch.Tensor, new: torch.Tensor) -> int:
-    """Elements of two contiguous tensors of one form whose bits differ. Fetched from a device in parts."""
+def count_changed(old: Words, new: Words) -> int:
+    """Elements whose bits differ. Fetched from a device in parts."""
     return sum(
         int(kernels.count_changed(fetch(old, at, at + _STRIDE), fetch(new, at, at + _STRIDE)))
-        for at in range(0, new.numel(), _STRIDE)
+        for at in range(0, size_of(new), _STRIDE)
     )
 
 
@@ -58,9 +71,9 @@ def same_form(old: torch.Tensor | None, new: torch.Tensor) -> bool:
     return old is not None and old.dtype == new.dtype and old.shape == new.shape
 
 
-def _mostly_changed(old: torch.Tensor, new: torch.Tensor) -> bool:
-    differs = sample(old) != sample(new)
-    return bool(differs.sum() > _TRY_WHOLE * differs.size)
+def _mostly_changed(old: Words, new: Words) -> bool:
+    changed, seen = kernels.sample_changes(near(old, *_SAMPLE), near(new, *_SAMPLE), *_SAMPLE)
+    return changed > _TRY_WHOLE * seen
 
 
 class Drafter:
@@ -68,6 +81,8 @@ class Drafter:
 
     def __init__(self, base: State, new: State, pool: Pool) -> None:
         self._base, self._new, self._pool = base, new, pool
+        self._old_words: dict[str, Words] = {}
+        self._new_words: dict[str, Words] = {}
         self.draft = Draft()
 
     def run(self) -> Draft:
@@ -78,24 +93,29 @@ class Drafter:
             if old is None or not same_form(old, new):
                 self._send_whole(name, pack_tensor(new), new.numel())
             elif new.dtype not in BITS or new.numel() > LIMIT:
-                self._compare_bytes(name, octets(old), octets(new))
+                self._compare_bytes(name, old, new)
             elif new.numel() == 0:
                 self.draft.infos[name] = TensorInfo("unchanged", 0, 0)
-            elif new.dtype in PACKED and new.nbytes <= LIMIT and holds_nibbles(sample(old)):
+            elif self._is_packed(name, old, new):
                 packed.setdefault(new.dtype, []).append(name)
-            elif not (_mostly_changed(old, new) and self._settle(name)):
+            elif not (_mostly_changed(self._old_words[name], self._new_words[name]) and self._settle(name)):
                 plain.setdefault(new.dtype, []).append(name)
         for dtype in sorted(plain, key=str):
-            self._send_all(plain[dtype], self._base, self._new, (BITS[dtype],))
+            self._send_all(plain[dtype], (BITS[dtype],))
         for dtype in sorted(packed, key=str):
-            names = packed[dtype]
-            bases, news = ({name: octets(state[name]) for name in names} for state in (self._base, self._new))
-            self._send_all(names, bases, news, PACKED[dtype])
+            self._send_all(packed[dtype], PACKED[dtype])
         return self.draft
 
-    def _code(
-        self, names: Sequence[str], base: State, new: State, lanes: tuple[Bits, ...]
-    ) -> Iterator[tuple[list[Found], Segment]]:
+    def _is_packed(self, name: str, old: torch.Tensor, new: torch.Tensor) -> bool:
+        """Also sets the tensor's words: its bytes if it holds packed codes."""
+        words = words_of(old)
+        packs = new.dtype in PACKED and new.nbytes <= LIMIT and holds_nibbles(sample(words, *_SAMPLE))
+        self._old_words[name] = words_of(octets(old)) if packs else words
+        self._new_words[name] = words_of(octets(new)) if packs else words_of(new)
+        return packs
+
+    def _code(self, names: Sequence[str], lanes: tuple[Bits, ...]) -> Iterator[tuple[list[Found], Segment]]:
+        base, new = self._old_words, self._new_words
         partition = choose_partition(names, base, new, lanes)
 
         def scan(unit: list[Piece]) -> Found:
@@ -109,19 +129,18 @@ class Drafter:
     def _settle(self, name: str) -> bool:
         """Send a tensor that changed a lot whole, if that is smaller. False when it is better as a delta."""
         lanes = (BITS[self._new[name].dtype],)
-        size = sum(len(segment.payload) for _, segment in self._code([name], self._base, self._new, lanes))
+        size = sum(len(segment.payload) for _, segment in self._code([name], lanes))
         frames = pack_tensor(self._new[name])
         if sum(map(len, frames)) >= size:
             return False
-        self._send_whole(name, frames, count_changed(self._base[name], self._new[name]))
+        self._send_whole(name, frames, count_changed(self._old_words[name], self._new_words[name]))
         return True
 
     def _compare_bytes(self, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
-        tensor = self._new[name]
-        if count_changed(old, new):
-            self._send_whole(name, pack_tensor(tensor), tensor.numel())
+        if count_changed(words_of(octets(old)), words_of(octets(new))):
+            self._send_whole(name, pack_tensor(new), new.numel())
         else:
-            self.draft.infos[name] = TensorInfo("unchanged", tensor.numel(), 0)
+            self.draft.infos[name] = TensorInfo("unchanged", new.numel(), 0)
 
     def _send_whole(self, name: str, frames: list[bytes], changed: int) -> None:
         tensor = self._new[name]
@@ -130,9 +149,9 @@ class Drafter:
         self.draft.whole_parts += frames
         self.draft.infos[name] = TensorInfo("whole", tensor.numel(), changed)
 
-    def _send_all(self, names: Sequence[str], base: State, new: State, lanes: tuple[Bits, ...]) -> None:
+    def _send_all(self, names: Sequence[str], lanes: tuple[Bits, ...]) -> None:
         changed = dict.fromkeys(names, 0)
-        for batch, segment in self._code(names, base, new, lanes):
+        for batch, segment in self._code(names, lanes):
             pieces: list[list[Any]] = []
             for unit in batch:
                 for piece, counts in zip(unit.pieces, unit.changed, strict=True):
@@ -148,5 +167,7 @@ class Drafter:
         for name, count in changed.items():
             old, tensor = self._base[name], self._new[name]
             if count and len(lanes) > 1:
-                count = count_changed(old, tensor)  # of the tensor's own elements, which hold several codes each
+                count = count_changed(
+                    words_of(old), words_of(tensor)
+                )  # of the tensor's own elements, which hold several codes each
             self.draft.infos[name] = TensorInfo("delta" if count else "unchanged", tensor.numel(), count)

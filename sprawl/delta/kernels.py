@@ -60,14 +60,26 @@ def count_changed(old, new):
 
 
 @njit(cache=True, nogil=True)
-def count_keys(old, new, form, counts, changed):
-    """Add the elements of `old` to `counts` int64 [keys] by key, and those that differ in `new` to `changed`."""
+def sample_changes(old, new, runs, length):
+    """How many of some elements differ, and how many were looked at: evenly spread runs, or all where those overlap."""
+    changed = seen = 0
+    for start in range(0, old.size, max(length, old.size // runs)):
+        for i in range(start, min(old.size, start + length)):
+            changed += old[i] != new[i]
+            seen += 1
+    return changed, seen
+
+
+@njit(cache=True, nogil=True)
+def count_keys(old, new, runs, length, form, counts, changed):
+    """Count elements of `old`, those of `sample_changes`, by key: in `counts` int64 [keys], in `changed` if they differ."""
     field = form[4] << form[3]
-    for i in range(old.size):
-        a = np.uint64(old[i])
-        key = (a >> (form[1] + form[3])) & form[2]
-        counts[key] += 1
-        changed[key] += ((a ^ np.uint64(new[i])) & field) != _ZERO
+    for start in range(0, old.size, max(length, old.size // runs)):
+        for i in range(start, min(old.size, start + length)):
+            a = np.uint64(old[i])
+            key = (a >> (form[1] + form[3])) & form[2]
+            counts[key] += 1
+            changed[key] += ((a ^ np.uint64(new[i])) & field) != _ZERO
 
 
 @njit(nogil=True)
@@ -140,20 +152,19 @@ def _survey(array, start, size, form, low, hot, edges, members, before, totals, 
 
 
 @njit(cache=True, nogil=True)
-def scan(old, new, form, class_of, starts, seen, last, tally, touched, classes, gaps, steps, at):
+def scan(old, new, form, class_of, starts, seen, last, tally, classes, gaps, steps, at):
     """Append the changed elements of a piece to `classes` u16, `gaps` u32, `steps`, from index `at`; returns the end.
 
     `seen` int64 [slots] counts elements met so far, `last` is the rank of the last changed one and `tally` the number
     of changed ones. A gap is the distance, in ranks of the class, to the previous changed element of that class
     (>= 1); a step the distance of the values in the ordered integers of the dtype. Within a class, elements come in
-    order. `touched` int64 [1] counts the words that differ, where the field is
-    not all of the word.
+    order.
     """
     sign, shift, mask, base, full = form[0], form[1], form[2], form[3], form[4]
     first, low, hot, edges = _window(old, form, class_of, starts, seen.size)
     members, before, totals = _tables(len(hot) * EIGHT)
     outside, change = np.empty(BLOCKS, np.uint64), np.empty(BLOCKS, np.uint64)
-    field, every = old.dtype.type(full << base), old.dtype.type(_ALL)
+    field = old.dtype.type(full << base)
     width, at = np.uint64(totals.size), np.uint64(at)
     for tile in range(0, old.size, _TILE):
         size = min(_TILE, old.size - tile)
@@ -164,9 +175,6 @@ def scan(old, new, form, class_of, starts, seen, last, tally, touched, classes, 
         for b in range(_BLOCKS):
             change[b] = differ(a_tile, b_tile, start + b * _BLOCK, field)
             prefetch(b_tile, start + (b + _BLOCKS) * _BLOCK)
-        if field != every:
-            for b in range(_BLOCKS):
-                touched[0] += popcount(differ(a_tile, b_tile, start + b * _BLOCK, every))
         busy = at_least(change, _ZERO, _ONE) | at_least(outside, _ZERO, _ONE)
         while busy:
             b = lowest(busy)

@@ -8,7 +8,7 @@ own. The choice is made from a sample of both states and is part of the delta.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,13 +68,16 @@ def partition_of(joined: Sequence[Sequence[int]], bits: Bits) -> Partition:
     return Partition(tuple(np.flatnonzero(starts).tolist()), bits.keys)
 
 
-def choose(olds: Sequence[np.ndarray], news: Sequence[np.ndarray], lanes: Sequence[Bits]) -> Partition:
-    """The partition for tensors of which these are samples (words of one dtype, contiguous [n])."""
+def choose(samples: Iterable[tuple[np.ndarray, np.ndarray, int]], length: int, lanes: Sequence[Bits]) -> Partition:
+    """The partition for tensors of which `samples` are old and new words [n], and how many runs to look at.
+
+    The words are of one dtype and contiguous; a run is `length` words.
+    """
     keys = lanes[0].keys
     counts, changed = np.zeros(keys, np.int64), np.zeros(keys, np.int64)
-    for bits in lanes:
-        for old, new in zip(olds, news, strict=True):
-            kernels.count_keys(old, new, bits.form, counts, changed)
+    for old, new, runs in samples:
+        for bits in lanes:
+            kernels.count_keys(old, new, runs, length, bits.form, counts, changed)
     return Partition(tuple(_merge(counts, changed)), keys)
 
 

@@ -232,15 +232,38 @@ def _encode_group(tokens: np.ndarray, tally: np.ndarray) -> list[bytes]:
     return [*head, states.astype("<u4").tobytes(), words.astype("<u2").tobytes()]
 
 
+@njit(cache=True, nogil=True)
+def _read_table(data, at, frequencies):
+    """Read the table at index `at` of `data` u8 into `frequencies` int64 [256]; returns its end, -1 if it has none."""
+    if at + 2 > data.size:
+        return -1
+    token, last = int(data[at]), int(data[at]) + int(data[at + 1])
+    at += 2
+    while token <= last:
+        value = shift = 0
+        while True:
+            if at == data.size or shift > 14 or token >= TOKENS:
+                return -1
+            byte = int(data[at])
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                break
+        frequencies[token] = value
+        token += 1
+    return at
+
+
 class _Cursor:
     """Reads a stream from its start. Raises IndexError at its end."""
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+        self.data, self.at = np.frombuffer(data, np.uint8), 0
 
     def byte(self) -> int:
         self.at += 1
-        return self.data[self.at - 1]
+        return int(self.data[self.at - 1])
 
     def varint(self) -> int:
         value = shift = 0
@@ -288,11 +311,11 @@ def decode_values(data: bytes, counts: Sequence[int], values: np.ndarray) -> Non
 
 
 def _decode_group(cursor: _Cursor, tokens: np.ndarray) -> bool:
-    low = cursor.byte()
     frequencies = np.zeros(TOKENS, np.int64)
-    for token in range(low, low + cursor.byte() + 1):
-        frequencies[token] = cursor.varint()
+    cursor.at = int(_read_table(cursor.data, cursor.at, frequencies))
+    if cursor.at < 0 or frequencies.sum() != SCALE:
+        return False
     count = cursor.varint()
     states = cursor.array("states", "<u4", _WAYS, 0).astype(np.uint64)
     words = cursor.array("words", "<u2", count, _WAYS)
-    return bool(frequencies.sum() == SCALE and _decode(slot_table(frequencies), states, words, tokens))
+    return bool(_decode(slot_table(frequencies), states, words, tokens))

@@ -7,7 +7,7 @@ on an accelerator are fetched a piece at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,11 +18,12 @@ from sprawl.delta import kernels
 from sprawl.delta.bits import Bits, integer_view
 from sprawl.delta.partition import Partition, choose
 from sprawl.delta.scratch import scratch
-from sprawl.delta.state import State
 
 UNIT = 1 << 22
-_SAMPLE = 1024  # elements of one sampled run
-_RUNS = 16
+_LENGTH = 256  # elements of a run that is sampled to choose a partition: one element in
+_SAMPLED = 64  # is, but no fewer than
+_FEWEST = 1 << 16  # in all, and no more than
+_MOST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,30 +56,46 @@ class Found:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
 
-def fetch(tensor: torch.Tensor, start: int, stop: int) -> np.ndarray:
-    """Unsigned view of some elements of a contiguous tensor: its own memory on a CPU, a copy from a device."""
-    if tensor.device.type == "cpu":
-        return integer_view(tensor)[start:stop]
-    return integer_view(tensor.reshape(-1)[start:stop].cpu())
+Words = np.ndarray | torch.Tensor
+"""Elements of a contiguous tensor: unsigned integers [n] in its own memory, or the tensor if that is on a device."""
+Source = Mapping[str, Words]
 
 
-def sample(tensor: torch.Tensor, runs: int = _RUNS) -> np.ndarray:
-    """Unsigned [runs, 1024]: evenly spread runs of a large tensor; [n], all of a small one. Where depends on size."""
-    size = tensor.numel()
-    if size <= _SAMPLE * runs:
-        return fetch(tensor, 0, size)
-    run = size // runs
-    if tensor.device.type == "cpu":
-        return integer_view(tensor)[: run * runs].reshape(runs, run)[:, :_SAMPLE]
-    return integer_view(tensor.reshape(-1)[: run * runs].reshape(runs, run)[:, :_SAMPLE].cpu()).reshape(runs, -1)
+def words_of(tensor: torch.Tensor) -> Words:
+    return integer_view(tensor) if tensor.device.type == "cpu" else tensor.reshape(-1)
 
 
-def units(names: Sequence[str], state: State) -> Iterator[list[Piece]]:
+def fetch(words: Words, start: int, stop: int) -> np.ndarray:
+    """Some elements, unsigned: the memory itself on a CPU, a copy from a device."""
+    if isinstance(words, np.ndarray):
+        return words[start:stop]
+    return integer_view(words[start:stop].cpu())
+
+
+def size_of(words: Words) -> int:
+    return words.size if isinstance(words, np.ndarray) else words.numel()
+
+
+def sample(words: Words, runs: int, length: int) -> np.ndarray:
+    """Unsigned [runs, length]: evenly spread runs of many elements; [n], all of a few. Where depends on size."""
+    size = size_of(words)
+    if size <= length * runs:
+        return fetch(words, 0, size)
+    some = words[: size // runs * runs].reshape(runs, -1)[:, :length]
+    return some if isinstance(some, np.ndarray) else integer_view(some.cpu()).reshape(runs, -1)
+
+
+def near(words: Words, runs: int, length: int) -> np.ndarray:
+    """What a kernel that looks at `runs` runs of `length` elements needs of `words`: only those, from a device."""
+    return words if isinstance(words, np.ndarray) else sample(words, runs, length).reshape(-1)
+
+
+def units(names: Sequence[str], source: Source) -> Iterator[list[Piece]]:
     """The tensors, cut and gathered: all elements of each, in order, at most `UNIT` to a unit."""
     unit: list[Piece] = []
     room = UNIT
     for name in names:
-        size, start = state[name].numel(), 0
+        size, start = size_of(source[name]), 0
         while start < size:
             stop = min(size, start + room)
             unit.append(Piece(name, start, stop))
@@ -91,17 +108,20 @@ def units(names: Sequence[str], state: State) -> Iterator[list[Piece]]:
         yield unit
 
 
-def choose_partition(names: Sequence[str], base: State, new: State, lanes: tuple[Bits, ...]) -> Partition:
+def choose_partition(names: Sequence[str], base: Source, new: Source, lanes: tuple[Bits, ...]) -> Partition:
     """The classes for a delta of these tensors, from a sample of each."""
-    pairs = [(_spread(base[name]), _spread(new[name])) for name in names]
-    return choose([old for old, _ in pairs], [now for _, now in pairs], lanes)
+    total = sum(size_of(base[name]) for name in names)
+    share = min(max(total // _SAMPLED, _FEWEST), _MOST) / total
+
+    def samples() -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        for name in names:
+            runs = max(1, round(size_of(base[name]) * share / _LENGTH))
+            yield near(base[name], runs, _LENGTH), near(new[name], runs, _LENGTH), runs
+
+    return choose(samples(), _LENGTH, lanes)
 
 
-def _spread(tensor: torch.Tensor) -> np.ndarray:
-    return np.ascontiguousarray(sample(tensor, min(4096, max(2 * _RUNS, tensor.numel() >> 18)))).reshape(-1)
-
-
-def scan_unit(pieces: list[Piece], base: State, new: State, lanes: tuple[Bits, ...], partition: Partition) -> Found:
+def scan_unit(pieces: list[Piece], base: Source, new: Source, lanes: tuple[Bits, ...], partition: Partition) -> Found:
     """Compare a unit of two states, in one pass for each lane.
 
     Extra memory: at most 14 bytes an element and lane, kept by the thread, touched only as far as there are changes.
@@ -110,15 +130,14 @@ def scan_unit(pieces: list[Piece], base: State, new: State, lanes: tuple[Bits, .
     classes, gaps = scratch("classes", limit, np.uint16), scratch("gaps", limit, np.uint32)
     steps = scratch("steps", limit, lanes[0].unsigned)
     seen, last, counts = (np.zeros(partition.slots, np.int64) for _ in range(3))
-    touched = np.zeros(1, np.int64)
     ways = partition.class_of, partition.edges
     changed = []
     at = 0
     for piece in pieces:
-        old, now = (fetch(state[piece.name], piece.start, piece.stop) for state in (base, new))
+        old, now = (fetch(source[piece.name], piece.start, piece.stop) for source in (base, new))
         ends = [at]
         for bits in lanes:
-            at = kernels.scan(old, now, bits.form, *ways, seen, last, counts, touched, classes, gaps, steps, at)
+            at = kernels.scan(old, now, bits.form, *ways, seen, last, counts, classes, gaps, steps, at)
             ends.append(at)
         changed.append([stop - start for start, stop in pairwise(ends)])
     return Found(pieces, changed, counts, seen - last, classes[:at].copy(), gaps[:at].copy(), steps[:at].copy())
