@@ -20,8 +20,8 @@ from sprawl.delta import container, kernels
 from sprawl.delta.bits import BITS, PACKED, integer_view
 from sprawl.delta.draft import Drafter, TensorInfo, octets, same_form
 from sprawl.delta.pool import Pool
-from sprawl.delta.scan import fetch, size_of, words_of
-from sprawl.delta.segment import Patch, decode_segment, words_patch
+from sprawl.delta.scan import fetch, words_of
+from sprawl.delta.segment import Patch, decode_segment, merge_lanes, words_patch
 from sprawl.delta.state import State, dtype_name
 from sprawl.delta.whole import decode_whole, encode_whole, unpack_tensor
 from sprawl.errors import IntegrityError
@@ -109,31 +109,59 @@ def _base_tensor(base: State, name: str, dtype: torch.dtype, shape: list[int], b
     return tensor.detach().contiguous()
 
 
+@dataclass
+class _Room:
+    """Where the patch of one tensor goes, piece after piece: `patch` has all its room, `used` of it is given away."""
+
+    patch: Patch
+    used: int = 0
+
+    def take(self, count: int) -> Patch:
+        start, self.used = self.used, self.used + count
+        return Patch(self.patch.indices[start : self.used], self.patch.values[start : self.used])
+
+
+def _piece_counts(segment: dict[str, Any], tensors: list[tuple[str, torch.Tensor]]) -> dict[int, int]:
+    """Changed words of each tensor, by its place in `tensors`. Raises IntegrityError for what cannot be."""
+    counts: dict[int, int] = {}
+    lanes = 2 if segment["packed"] else 1
+    for place, start, stop, changed in segment["pieces"]:
+        name, tensor = tensors[place]
+        size = tensor.nbytes if segment["packed"] else tensor.numel()
+        if not (0 <= start < stop <= size and len(changed) == lanes and all(0 <= n <= stop - start for n in changed)):
+            raise IntegrityError(f"patches {changed} of elements {start} to {stop} of {name!r}, which has {size}")
+        counts[place] = counts.get(place, 0) + sum(changed)
+    return counts
+
+
 def _decode_segment(
-    tensors: list[tuple[str, torch.Tensor]], segment: dict[str, Any], payload: memoryview
-) -> list[tuple[int, Patch]]:
-    """The patches of a segment's pieces, by place in `tensors`; those of packed codes are of the tensors' bytes."""
+    tensors: list[tuple[str, torch.Tensor]], segment: dict[str, Any], payload: memoryview, rooms: list[Patch]
+) -> list[Patch]:
+    """Fill `rooms`, one for each piece; those of packed codes are returned instead, as patches of bytes."""
     dtype = tensors[segment["pieces"][0][0]][1].dtype
     olds = []
     for place, start, stop, _ in segment["pieces"]:
         name, tensor = tensors[place]
-        words = words_of(octets(tensor) if segment["packed"] else tensor)
-        if not 0 <= start < stop <= size_of(words) or tensor.dtype != dtype:
-            raise IntegrityError(f"patches elements {start} to {stop} of {name!r}, which has {size_of(words)}")
-        olds.append((fetch(words, start, stop), start))
-    lanes = PACKED[dtype] if segment["packed"] else (BITS[dtype],)
-    patches = decode_segment(olds, [piece[3] for piece in segment["pieces"]], segment, payload, lanes)
-    return list(zip([piece[0] for piece in segment["pieces"]], patches, strict=True))
+        if tensor.dtype != dtype:
+            raise IntegrityError(f"patches {name!r} together with tensors of another dtype")
+        olds.append((fetch(words_of(octets(tensor) if segment["packed"] else tensor), start, stop), start))
+    if not segment["packed"]:
+        decode_segment(olds, [[room] for room in rooms], segment, payload, (BITS[dtype],))
+        return rooms
+    found = [
+        [Patch(np.empty(count, np.uint32), np.empty(count, np.uint8)) for count in piece[3]]
+        for piece in segment["pieces"]
+    ]
+    decode_segment(olds, found, segment, payload, PACKED[dtype])
+    return [merge_lanes(*old, low, high) for old, (low, high) in zip(olds, found, strict=True)]
 
 
 def _join(found: list[Patch], tensor: torch.Tensor) -> Patch:
-    """One patch of a tensor from those of its pieces."""
-    patch = found[0]
-    if len(found) > 1:
-        patch = Patch(np.concatenate([p.indices for p in found]), np.concatenate([p.values for p in found]))
-    if patch.values.dtype != BITS[tensor.dtype].unsigned:
-        return words_patch(fetch(words_of(tensor), 0, tensor.numel()), patch)
-    return patch
+    """The patch of a tensor from those of its bytes, piece by piece."""
+    patch = Patch(np.concatenate([p.indices for p in found]), np.concatenate([p.values for p in found]))
+    if BITS[tensor.dtype].unsigned == patch.values.dtype:
+        return patch
+    return words_patch(fetch(words_of(tensor), 0, tensor.numel()), patch)
 
 
 def decode(base: State, blob: bytes, *, name: str = "delta", threads: int = 1) -> Overwrites:
@@ -150,19 +178,28 @@ def decode(base: State, blob: bytes, *, name: str = "delta", threads: int = 1) -
             (tensor, _base_tensor(base, tensor, _dtype(dtype), shape, name))
             for tensor, dtype, shape in header["tensors"]
         ]
+        sizes: dict[int, int] = {}
+        for segment in header["segments"]:
+            for place, count in _piece_counts(segment, tensors).items():
+                sizes[place] = sizes.get(place, 0) + (0 if segment["packed"] else count)
+        rooms = {
+            place: _Room(Patch(np.empty(size, np.uint32), np.empty(size, BITS[tensors[place][1].dtype].unsigned)))
+            for place, size in sizes.items()
+        }
         jobs = []
         for segment in header["segments"]:
-            jobs.append((segment, payload[at : at + segment["size"]]))
+            taken = [rooms[piece[0]].take(0 if segment["packed"] else sum(piece[3])) for piece in segment["pieces"]]
+            jobs.append((segment, payload[at : at + segment["size"]], taken))
             at += segment["size"]
-        found: dict[int, list[Patch]] = {}
+        bytewise: dict[int, list[Patch]] = {}
         with Pool(threads) as pool:
-            for pieces in pool.map(lambda job: _decode_segment(tensors, *job), jobs):
-                for place, patch in pieces:
-                    if patch.indices.size:
-                        found.setdefault(place, []).append(patch)
+            for job, found in zip(jobs, pool.map(lambda job: _decode_segment(tensors, *job), jobs), strict=True):
+                for piece, patch in zip(job[0]["pieces"], found if job[0]["packed"] else (), strict=False):
+                    bytewise.setdefault(piece[0], []).append(patch)
         for place, (tensor, old) in enumerate(tensors):
-            if place in found:
-                patches[tensor] = _join(found.pop(place), old)
+            patch = _join(bytewise.pop(place), old) if place in bytewise else rooms[place].patch
+            if patch.indices.size:
+                patches[tensor] = patch
         for item in header["whole"]:
             ends = np.cumsum([at, *item["frames"]]).tolist()
             frames = [payload[start:stop] for start, stop in pairwise(ends)]

@@ -72,7 +72,7 @@ def sample_changes(old, new, runs, length):
 
 @njit(cache=True, nogil=True)
 def count_keys(old, new, runs, length, form, counts, changed):
-    """Count elements of `old`, those of `sample_changes`, by key: in `counts` int64 [keys], in `changed` if they differ."""
+    """Count elements, those of `sample_changes`, by key in `counts` int64 [keys], and in `changed` if they differ."""
     field = form[4] << form[3]
     for start in range(0, old.size, max(length, old.size // runs)):
         for i in range(start, min(old.size, start + length)):

@@ -21,7 +21,7 @@ from sprawl.delta.scratch import scratch
 
 UNIT = 1 << 22
 _LENGTH = 256  # elements of a run that is sampled to choose a partition: one element in
-_SAMPLED = 64  # is, but no fewer than
+_SAMPLED = 256  # is, but no fewer than
 _FEWEST = 1 << 16  # in all, and no more than
 _MOST = 1 << 20
 

@@ -88,20 +88,21 @@ def encode_segment(units: list[Found], partition: Partition, bits: Bits) -> Segm
 
 def decode_segment(
     olds: list[tuple[np.ndarray, int]],
-    changed: list[list[int]],
+    found: list[list[Patch]],
     header: dict[str, Any],
     payload: memoryview,
     lanes: tuple[Bits, ...],
-) -> list[Patch]:
-    """The patches of the segment's pieces: `olds` are their intact old words and where in their tensor they start.
+) -> None:
+    """Fill `found`, a patch for each piece of the segment and lane, of the sizes that the pieces' counts say.
 
-    `changed` counts the changed elements of each, per lane. Raises IntegrityError when the streams are damaged or do
-    not belong to `olds`.
+    `olds` are the pieces' intact old words, and where in their tensor they start. Raises IntegrityError when the
+    streams are damaged or do not belong to `olds`.
     """
     bits, partition = lanes[0], partition_of(header["joined"], lanes[0])
     classes, numbers = zip(*header["classes"], strict=True)
     total = sum(numbers)
-    if total != sum(map(sum, changed)) or not all(0 <= c < partition.classes for c in classes):
+    counted = sum(patch.indices.size for patches in found for patch in patches)
+    if total != counted or min(numbers) < 1 or not all(0 <= c < partition.classes for c in classes):
         raise IntegrityError("a delta segment's header contradicts itself")
     gaps, steps = scratch("segment_gaps", total, np.uint32), scratch("segment_steps", total, bits.unsigned)
     decode_values(bytes(payload[: header["gaps"]]), numbers, gaps)
@@ -113,21 +114,16 @@ def decode_segment(
         cursor[class_], end[class_] = at, at + count
         due[class_] = int(gaps[at]) - 1
         at += count
-    ways = partition.class_of, partition.edges
-    patches = []
-    for (old, start), counts in zip(olds, changed, strict=True):
-        found = []
-        for lane, count in zip(lanes, counts, strict=True):
-            indices, values = np.empty(count, np.uint32), np.empty(count, bits.unsigned)
-            streams = due, cursor, end, gaps, steps
-            if kernels.locate(old, lane.form, *ways, *streams, start, indices, values) != count:
+    ways, streams = (partition.class_of, partition.edges), (due, cursor, end, gaps, steps)
+    for (old, start), patches in zip(olds, found, strict=True):
+        for lane, patch in zip(lanes, patches, strict=True):
+            count = kernels.locate(old, lane.form, *ways, *streams, start, patch.indices, patch.values)
+            if count != patch.indices.size:
                 raise IntegrityError("a delta segment does not belong to the state it is applied to")
-            found.append(Patch(indices, values))
-        patches.append(found[0] if len(found) == 1 else _merge(old, start, found[0], found[1]))
-    return patches
 
 
-def _merge(octets: np.ndarray, start: int, low: Patch, high: Patch) -> Patch:
+def merge_lanes(octets: np.ndarray, start: int, low: Patch, high: Patch) -> Patch:
+    """The patch of `octets`, the first of which is number `start` of its tensor, from those of its nibbles."""
     limit = low.indices.size + high.indices.size
     indices, values = np.empty(limit, np.uint32), np.empty(limit, np.uint8)
     ascending = *halves.in_order(low.indices, low.values), *halves.in_order(high.indices, high.values)
