@@ -102,10 +102,10 @@ def _window(old, form, class_of, starts, slots):
                 inside += counts[c + k]
             if inside > most:
                 first, most = c, inside
-    low = starts[first]
+    low, end = starts[first], _ZERO
     hot, edges = np.zeros((eights, REACH + 1), np.uint8), np.zeros((eights, EIGHT + 1), np.uint8)
     for k in range(eights * EIGHT):
-        begin, end = min(starts[first + k] - low, _FAR), starts[first + k + 1] - low
+        begin, end = end, starts[first + k + 1] - low
         if end > _FAR:  # a class is in the window with all its keys or not at all
             end = begin
         for key in range(begin, end):

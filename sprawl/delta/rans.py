@@ -57,7 +57,7 @@ def _put(held, bits, low, size, raw, at):
     bits += size
     raw[at] = held & _WORD
     full = bits >> np.uint64(5)
-    return held >> (full << np.uint64(5)), bits & np.uint64(31), at + np.int64(full)
+    return held >> (full << np.uint64(5)), bits & np.uint64(31), at + full
 
 
 @njit(cache=True, nogil=True)
@@ -66,41 +66,45 @@ def _tokenise(values, signed, ends, tokens, counts, raw):
 
     `counts` int64 [classes, 256] tallies the tokens of the classes, which end at `ends`.
     """
-    held, bits, at, class_ = np.uint64(0), np.uint64(0), 0, 0
-    for i in range(values.size):
-        while i == ends[class_]:
-            class_ += 1
-        value = _value(values, signed, i)
-        if signed and value < np.uint64(_DIRECT):  # nearly all steps, and hardly any gap
-            tokens[i] = value
-            counts[class_, value] += 1
-            continue
-        large = np.uint64(value >= np.uint64(_DIRECT))
-        top = np.uint64(highest(value | np.uint64(_DIRECT)))
-        size = (top - np.uint64(2)) * large
-        quarter = np.uint64(_DIRECT) + ((top - np.uint64(4)) << np.uint64(2)) + ((value >> size) & np.uint64(3))
-        token = quarter if large else value
-        tokens[i] = token
-        counts[class_, token] += 1
-        low = value & ((np.uint64(1) << size) - np.uint64(1))
-        if size > np.uint64(32):
-            held, bits, at = _put(held, bits, low & _WORD, np.uint64(32), raw, at)
-            low >>= np.uint64(32)
-            size -= np.uint64(32)
-        held, bits, at = _put(held, bits, low, size, raw, at)
+    held, bits, at, start = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
+    for class_ in range(ends.size):
+        tally, stop = counts[class_], np.uint64(ends[class_])
+        for i in range(start, stop):
+            value = _value(values, signed, i)
+            if signed and value < np.uint64(_DIRECT):  # nearly all steps, and hardly any gap
+                tokens[i] = value
+                tally[value] += 1
+                continue
+            large = np.uint64(value >= np.uint64(_DIRECT))
+            top = np.uint64(highest(value | np.uint64(_DIRECT)))
+            size = (top - np.uint64(2)) * large
+            quarter = np.uint64(_DIRECT) + ((top - np.uint64(4)) << np.uint64(2)) + ((value >> size) & np.uint64(3))
+            token = quarter if large else value
+            tokens[i] = token
+            tally[token] += 1
+            low = value & ((np.uint64(1) << size) - np.uint64(1))
+            if size > np.uint64(32):
+                held, bits, at = _put(held, bits, low & _WORD, np.uint64(32), raw, at)
+                low >>= np.uint64(32)
+                size -= np.uint64(32)
+            held, bits, at = _put(held, bits, low, size, raw, at)
+        start = stop
     if bits:
         raw[at] = held
-        at += 1
-    return at
+        at += np.uint64(1)
+    return np.int64(at)
 
 
 @njit(nogil=True, inline="always")
 def _push(state, token, pushes, words, at):
-    reciprocal, shift, complement, bias, limit = pushes[token]
-    full = np.int64(state >= limit)
-    words[at - 1] = state & _LOW
+    """New state and position. `pushes` uint64 [256 * 5] is `push_table`, row by row."""
+    row = np.uint64(token) * np.uint64(5)
+    reciprocal, shift, complement = pushes[row], pushes[row + np.uint64(1)], pushes[row + np.uint64(2)]
+    bias, limit = pushes[row + np.uint64(3)], pushes[row + np.uint64(4)]
+    full = np.uint64(state >= limit)
+    words[at - np.uint64(1)] = state & _LOW
     at -= full
-    state >>= np.uint64(full << 4)
+    state >>= full << np.uint64(4)
     quotient = ((state * reciprocal) >> np.uint64(32)) >> shift  # state // frequency
     return state + bias + quotient * complement, at
 
@@ -108,20 +112,22 @@ def _push(state, token, pushes, words, at):
 @njit(cache=True, nogil=True)
 def _encode(tokens, pushes, states, words):
     """Code `tokens` backwards into the end of `words` u16, so that they decode forwards; returns where they start."""
-    at = words.size
+    at = np.uint64(words.size)
     for way in range(_WAYS):
         states[way] = _FLOOR
     whole = tokens.size // _WAYS * _WAYS
     for i in range(tokens.size - 1, whole - 1, -1):
         states[i - whole], at = _push(states[i - whole], tokens[i], pushes, words, at)
     a, b, c, d = states[0], states[1], states[2], states[3]
-    for i in range(whole - _WAYS, -1, -_WAYS):
-        d, at = _push(d, tokens[i + 3], pushes, words, at)
-        c, at = _push(c, tokens[i + 2], pushes, words, at)
-        b, at = _push(b, tokens[i + 1], pushes, words, at)
-        a, at = _push(a, tokens[i], pushes, words, at)
+    i = np.uint64(whole)
+    while i:
+        d, at = _push(d, tokens[i - np.uint64(1)], pushes, words, at)
+        c, at = _push(c, tokens[i - np.uint64(2)], pushes, words, at)
+        b, at = _push(b, tokens[i - np.uint64(3)], pushes, words, at)
+        a, at = _push(a, tokens[i - np.uint64(4)], pushes, words, at)
+        i -= np.uint64(_WAYS)
     states[0], states[1], states[2], states[3] = a, b, c, d
-    return at
+    return np.int64(at)
 
 
 @njit(nogil=True, inline="always")
@@ -163,16 +169,18 @@ def _decode(slots, states, words, tokens):
 def _rebuild_gaps(tokens, sizes, bases, raw, values):
     """Inverse of `_tokenise`: fill `values` u32. `sizes`, `bases` uint64 [256] are `_SIZES` and `_BASES`.
 
-    `raw` u8 has `_RAW_SPARE` spare bytes. True when exactly the others were used.
+    `raw` u8 has `_RAW_SPARE` spare bytes. True when exactly the others were used and all gaps are from 1 to 2**32 - 1.
     """
-    position, end = np.uint64(0), np.uint64(raw.size - _RAW_SPARE)
+    position, end, widest = np.uint64(0), np.uint64(raw.size - _RAW_SPARE), np.uint64(0)
     for i in range(np.uint64(tokens.size)):
         token = np.uint64(tokens[i])
         size = sizes[token]
         bits = read_word(raw, min(position >> np.uint64(3), end)) >> (position & np.uint64(7))
-        values[i] = bases[token] + (bits & ((np.uint64(1) << size) - np.uint64(1))) + np.uint64(1)
+        gap = bases[token] + (bits & ((np.uint64(1) << size) - np.uint64(1))) + np.uint64(1)
+        values[i] = gap
+        widest |= gap
         position += size
-    return (position + np.uint64(31)) >> np.uint64(5) << np.uint64(2) == end
+    return (position + np.uint64(31)) >> np.uint64(5) << np.uint64(2) == end and widest <= _WORD
 
 
 @njit(cache=True, nogil=True)
@@ -224,7 +232,7 @@ def encode_values(values: np.ndarray, counts: Sequence[int]) -> bytes:
 def _encode_group(tokens: np.ndarray, tally: np.ndarray) -> list[bytes]:
     frequencies = scale_counts(tally)
     words, states = scratch("words", tokens.size + 2, np.uint16), np.empty(_WAYS, np.uint64)
-    words = words[_encode(tokens, push_table(frequencies), states, words) :]
+    words = words[_encode(tokens, push_table(frequencies).reshape(-1), states, words) :]
     used = np.flatnonzero(tally)
     low, high = int(used[0]), int(used[-1])
     table = [_varint(int(frequency)) for frequency in frequencies[low : high + 1]]
