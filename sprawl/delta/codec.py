@@ -1,7 +1,11 @@
 """The lossless delta codec: what turns one served view into the next, bit for bit.
 
-Memory beyond the two states: encoding needs the blob twice and a few units a thread (`sprawl.delta.scan`); decoding
-needs the decoded patch (6 bytes a changed bf16 element), because nothing is touched before all of it is there.
+Memory beyond the two states. Encoding: the blob twice, and for each thread up to 51 bytes (bf16; 93 for 64-bit dtypes)
+for each changed element that it is working on, of which there are at most a unit (`scan.UNIT`) and a segment
+(`segment.MAX_CHANGED`): with few changes some megabytes a thread, 120 MB when everything changes. Decoding: the patch (6
+bytes a changed bf16 element), because nothing is touched before all of it is there, and up to 20 bytes for each
+changed element of the segment that a thread is working on. Tensors sent whole take their compressed size, at decoding
+their size. Tensors on a device are fetched a unit at a time.
 
 Replacement semantics: a delta holds new values (relative to values that the receiver has, compared by their bits),
 never a float difference. `decode` reads the intact base and touches nothing; `apply` may be repeated after a crash.
@@ -25,6 +29,8 @@ from sprawl.delta.segment import Patch, decode_segment, merge_lanes, words_patch
 from sprawl.delta.state import State, dtype_name
 from sprawl.delta.whole import decode_whole, encode_whole, unpack_tensor
 from sprawl.errors import IntegrityError
+
+_WORTH_A_THREAD = 1 << 22  # elements; with fewer, starting threads costs what they save
 
 __all__ = ["Encoded", "Overwrites", "TensorInfo", "apply", "decode", "decode_whole", "encode", "encode_whole"]
 
@@ -66,7 +72,7 @@ def encode(
     """
     base = {name: tensor.detach().contiguous() for name, tensor in base.items()}
     new = {name: tensor.detach().contiguous() for name, tensor in new.items()}
-    with Pool(threads) as pool:
+    with Pool(threads if sum(tensor.numel() for tensor in new.values()) > _WORTH_A_THREAD else 1) as pool:
         draft = Drafter(base, new, pool).run()
     removed = sorted(set(base) - set(new))
     sent = sorted({piece[0] for segment in draft.segments for piece in segment["pieces"]})
@@ -192,7 +198,7 @@ def decode(base: State, blob: bytes, *, name: str = "delta", threads: int = 1) -
             jobs.append((segment, payload[at : at + segment["size"]], taken))
             at += segment["size"]
         bytewise: dict[int, list[Patch]] = {}
-        with Pool(threads) as pool:
+        with Pool(threads if len(jobs) > 1 else 1) as pool:
             for job, found in zip(jobs, pool.map(lambda job: _decode_segment(tensors, *job), jobs), strict=True):
                 for piece, patch in zip(job[0]["pieces"], found if job[0]["packed"] else (), strict=False):
                     bytewise.setdefault(piece[0], []).append(patch)

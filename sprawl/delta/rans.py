@@ -119,13 +119,13 @@ def _encode(tokens, pushes, states, words):
     for i in range(tokens.size - 1, whole - 1, -1):
         states[i - whole], at = _push(states[i - whole], tokens[i], pushes, words, at)
     a, b, c, d = states[0], states[1], states[2], states[3]
-    i = np.uint64(whole)
-    while i:
-        d, at = _push(d, tokens[i - np.uint64(1)], pushes, words, at)
-        c, at = _push(c, tokens[i - np.uint64(2)], pushes, words, at)
-        b, at = _push(b, tokens[i - np.uint64(3)], pushes, words, at)
-        a, at = _push(a, tokens[i - np.uint64(4)], pushes, words, at)
-        i -= np.uint64(_WAYS)
+    left = np.uint64(whole)
+    while left:
+        d, at = _push(d, tokens[left - np.uint64(1)], pushes, words, at)
+        c, at = _push(c, tokens[left - np.uint64(2)], pushes, words, at)
+        b, at = _push(b, tokens[left - np.uint64(3)], pushes, words, at)
+        a, at = _push(a, tokens[left - np.uint64(4)], pushes, words, at)
+        left -= np.uint64(_WAYS)
     states[0], states[1], states[2], states[3] = a, b, c, d
     return np.int64(at)
 

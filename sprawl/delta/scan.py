@@ -19,7 +19,7 @@ from sprawl.delta.bits import Bits, integer_view
 from sprawl.delta.partition import Partition, choose
 from sprawl.delta.scratch import scratch
 
-UNIT = 1 << 22
+UNIT = 1 << 21
 _LENGTH = 256  # elements of a run that is sampled to choose a partition: one element in
 _SAMPLED = 256  # is, but no fewer than
 _FEWEST = 1 << 16  # in all, and no more than

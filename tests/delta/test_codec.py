@@ -4,9 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sprawl.delta import container, segment
+from benchmarks.delta import peak_extra
+from sprawl.delta import container, scan, segment
 from sprawl.delta.bits import BITS
-from sprawl.delta.codec import Overwrites, apply, decode, decode_whole, encode, encode_whole, scatter_on_device
+from sprawl.delta.codec import Encoded, Overwrites, apply, decode, decode_whole, encode, encode_whole, scatter_on_device
 from sprawl.delta.state import State, clone_state, root_digest, tensor_digests
 from sprawl.errors import IntegrityError
 
@@ -138,6 +139,18 @@ def test_bytes_do_not_depend_on_threads() -> None:
         assert (patch.values == many.patches[name].values).all()
 
 
+def test_memory_is_bounded_by_the_changes_not_by_the_state() -> None:
+    base, new = training_like(64_000_000, 4e-7)
+    size = base["w"].nbytes
+    encoded: list[Encoded] = []
+    extra = peak_extra(lambda: encoded.append(encode(base, new)))
+    if extra == 0:
+        pytest.skip("this kernel does not tell the most memory that a process had")
+    assert extra < 2 * len(encoded[0].blob) + 51 * (segment.MAX_CHANGED + scan.UNIT // 20) + 2**22 < size // 4
+    extra = peak_extra(lambda: decode(base, encoded[0].blob))
+    assert extra < 6 * encoded[0].changed + 20 * 2 * segment.MAX_CHANGED + 2**22 < size // 4
+
+
 def test_what_a_damaged_blob_says_is_never_followed_blindly() -> None:
     """With its digest made right again, as by who means harm: refused, or a patch within the tensors."""
     rng = np.random.default_rng(0)
@@ -192,8 +205,6 @@ def test_a_tensor_that_changed_entirely_is_sent_whole_only_when_smaller() -> Non
 
 
 def test_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sprawl.delta import scan
-
     monkeypatch.setattr(scan, "UNIT", 37)
     monkeypatch.setattr(segment, "MAX_ELEMENTS", 100)
     rng = np.random.default_rng(0)

@@ -12,7 +12,9 @@ from sprawl.delta.partition import Partition, partition_of
 from sprawl.delta.survey import FAST
 
 VIEWS = [pytest.param(bits, id=str(dtype).removeprefix("torch.")) for dtype, bits in BITS.items()]
-VIEWS += [pytest.param(lane, id=f"{dtype}-{half}") for dtype, lanes in PACKED.items() for half, lane in enumerate(lanes)]
+VIEWS += [
+    pytest.param(lane, id=f"{dtype}-{half}") for dtype, lanes in PACKED.items() for half, lane in enumerate(lanes)
+]
 SIZES = [1, 63, 64, 65, 4095, 4096, 4097, 13_000]
 
 

@@ -40,7 +40,9 @@ def test_steps_of_any_size(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     info = np.iinfo(data.draw(st.sampled_from(SIGNED)))
     total = data.draw(st.integers(1, 700))
-    values = rng.integers(info.min, info.max, total, info.dtype, endpoint=True) >> data.draw(st.integers(0, info.bits - 2))
+    values = rng.integers(info.min, info.max, total, info.dtype, endpoint=True) >> data.draw(
+        st.integers(0, info.bits - 2)
+    )
     values[values == 0] = data.draw(st.sampled_from([1, -1, info.min, info.max]))
     round_trip(values, cut(rng, total, data.draw(st.integers(1, 9))))
 
