@@ -2,8 +2,8 @@
 
 Memory beyond the two states. Encoding: the blob twice, and for each thread up to 51 bytes (bf16; 93 for 64-bit dtypes)
 for each changed element that it is working on, of which there are at most a unit (`scan.UNIT`) and a segment
-(`segment.MAX_CHANGED`): with few changes some megabytes a thread, 120 MB when everything changes. Decoding: the patch (6
-bytes a changed bf16 element), because nothing is touched before all of it is there, and up to 20 bytes for each
+(`segment.MAX_CHANGED`): with few changes some megabytes a thread, 120 MB when everything changes. Decoding: the patch
+(6 bytes a changed bf16 element), because nothing is touched before all of it is there, and up to 20 bytes for each
 changed element of the segment that a thread is working on. Tensors sent whole take their compressed size, at decoding
 their size. Tensors on a device are fetched a unit at a time.
 
