@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.peers import PEERS
-from benchmarks.versions import Pair, adam_steps, from_board, from_tiny_steps
+from benchmarks.versions import Pair, adam_state, from_board, from_tiny_steps
 from sprawl.delta.bits import BITS, integer_view
 from sprawl.delta.codec import apply, decode, encode
 from sprawl.delta.state import State, clone_state, state_bytes, tensor_digest
@@ -231,13 +231,13 @@ def cases(quick: bool, board: str | None, run_id: str | None) -> list[Case]:
         found.append(Case(f"run {run_id}", lambda: from_board(board, run_id, 2 if quick else 8)))
     found.append(Case("tiny, policy-gradient steps", lambda: from_tiny_steps(8, 2 if quick else 8)))
     for share in SHARES:
-        found.append(Case(f"Adam, bf16, {share:.2%}", lambda share=share: adam_steps(share, elements, group, "bf16")))
+        found.append(Case(f"Adam, bf16, {share:.2%}", lambda share=share: [adam_state(share, elements, group, "bf16")]))
     for view in ("fp8", "nvfp4"):
         for share in (0.01, 0.03):
             found.append(
                 Case(
                     f"Adam, {view} ({share:.0%} in bf16)",
-                    lambda view=view, share=share: adam_steps(share, elements // 2, group // 2, view),
+                    lambda view=view, share=share: [adam_state(share, elements // 2, group // 2, view)],
                 )
             )
     return found

@@ -1,6 +1,6 @@
 """Pairs of versions to measure deltas on: of a real run, of real steps of the tiny model, and synthetic Adam steps.
 
-Large cases come as groups of tensors, one at a time, so that memory stays bounded whatever their size.
+Large states are made a group of tensors at a time, so that the fp32 masters never exist at once.
 """
 
 from __future__ import annotations
@@ -128,6 +128,16 @@ def adam_steps(share: float, elements: int, group: int, view: str) -> Iterator[P
         moved = _adam_step(masters, lr, generator)
         del masters
         yield old, _serve(moved, view, index)
+
+
+def adam_state(share: float, elements: int, group: int, view: str) -> Pair:
+    """The same as one state; `group` bounds only what making it takes."""
+    old: State = {}
+    new: State = {}
+    for before, after in adam_steps(share, elements, group, view):
+        old |= before
+        new |= after
+    return old, new
 
 
 def _serve(masters: dict[str, torch.Tensor], view: str, index: int) -> State:

@@ -19,6 +19,7 @@ from sprawl.delta.bits import Bits
 from sprawl.delta.kernels import EIGHT, HEAVY, MARGIN
 
 _BUDGET = 0.01  # share of the bytes that wider classes may cost
+_DENSE = 0.05  # share of changed elements from which time is spent on these, not on the others
 _STEP_BITS = 1.5  # of a changed element, besides its position
 
 
@@ -95,7 +96,7 @@ def _merge(counts: np.ndarray, changed: np.ndarray) -> list[int]:
     n, c = counts.astype(float), changed.astype(float)
     best, spent = starts, 0.0
     fewest = -(-int((n * HEAVY > total).sum()) // EIGHT)
-    while fewest > 1:
+    while fewest > 1 and changed.sum() < _DENSE * total:
         heavy = n * HEAVY > total
         pairs = np.flatnonzero(heavy[:-1] & heavy[1:])
         if pairs.size == 0:

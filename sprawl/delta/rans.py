@@ -11,8 +11,8 @@ A coded stream:
     LEB128 number of classes | u8 lowest token | u8 number of tokens - 1 | frequency of each, LEB128 | LEB128 words
     | 4 x u32 states | u16 words
 
-The coder is compiled, releases the interpreter lock and costs about half of what pcodec does for these streams, with
-tables a third the size.
+The coder is compiled and releases the interpreter lock. Against pcodec 1.1 on the streams of 1 and 3 % bf16 steps, a
+call for each class: 0.99 x the bytes, 3.5 x as fast to encode, half as fast to decode; small classes share tables here.
 """
 
 from __future__ import annotations

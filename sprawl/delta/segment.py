@@ -23,7 +23,7 @@ from sprawl.delta.scan import Found
 from sprawl.delta.scratch import scratch
 from sprawl.errors import IntegrityError
 
-MAX_ELEMENTS = 1 << 26  # a segment ends with the unit that reaches this many elements
+MAX_ELEMENTS = 1 << 27  # a segment ends with the unit that reaches this many elements
 MAX_CHANGED = 1 << 18  # or this many changed ones
 LIMIT = (1 << 32) - 1  # ranks and indices are u32
 
