@@ -19,7 +19,7 @@ from sprawl.delta.simd import LANES, at_least, differ, lowest, nth_one, popcount
 from sprawl.delta.survey import BLOCKS, REACH, survey_8, survey_16
 
 NEVER = np.int64(2**62)
-HEAVY = 500  # the window is wide enough when it misses less than one in HEAVY elements
+MISSED = 200  # a window of eight classes will do when it misses less than one in so many elements
 EIGHT = 8  # classes that are surveyed together
 MARGIN = 16  # the most classes in a window
 _FAR = np.uint64(REACH)
@@ -94,7 +94,7 @@ def _window(old, form, class_of, starts, slots):
             counts[class_of[(np.uint64(old[i]) >> (form[1] + form[3])) & form[2]]] += 1
             seen += 1
     first = most = eights = 0
-    while eights * EIGHT < MARGIN and (seen - most) * HEAVY > seen:
+    while eights * EIGHT < MARGIN and (seen - most) * MISSED > seen:
         eights += 1
         for c in range(slots - MARGIN):
             inside = 0

@@ -1,9 +1,9 @@
 """Which exponents are told apart: as few classes as cost next to nothing in bytes.
 
-The time of a scan is the number of classes that hold many elements; what a class is worth is how differently its
-elements change. Neighbouring exponents whose rates of change differ by a factor of two can share a class for about
-1 % of their bytes, so that where time is spent, classes are wide, and where changes are dense, each exponent is its
-own. The choice is made from a sample of both states and is part of the delta.
+Scans look at eight classes at a time, and elements of the classes beyond cost extra; what a class is worth is how
+differently its elements change. Neighbouring exponents whose rates of change differ by a factor of two can share one
+for about 1 % of their bytes, so that where time goes into looking, classes are wide, and where changes are dense, each
+exponent is its own. The choice is made from a sample of both states and is part of the delta.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 
 from sprawl.delta import kernels
 from sprawl.delta.bits import Bits
-from sprawl.delta.kernels import EIGHT, HEAVY, MARGIN
+from sprawl.delta.kernels import EIGHT, MARGIN
 
+HEAVY = 500  # a class with more than one in HEAVY elements counts when classes are merged
 _BUDGET = 0.01  # share of the bytes that wider classes may cost
 _DENSE = 0.05  # share of changed elements from which time is spent on these, not on the others
 _STEP_BITS = 1.5  # of a changed element, besides its position
