@@ -58,8 +58,8 @@ QUICK = Size((1, 4), 2, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """Rounds of one kind. Seconds are means over versions and islands, `to_all` and `pause_median` medians;
-    `board_bytes` and `blob_bytes` (of one island) are a version's."""
+    """Rounds of one kind. Seconds are means over versions and islands; `to_all`, `from_seen` and `pause_median` are
+    medians. `board_bytes` and `blob_bytes` (of one island) are a version's."""
 
     engine: str
     model: str
@@ -70,6 +70,7 @@ class Row:
     latency: float
     segments: dict[str, float]
     to_all: float
+    from_seen: float
     pause_median: float
     blob_bytes: float
     board_bytes: float
@@ -112,6 +113,7 @@ def summarise(engine: str, model: str, rounds: Sequence[Round], rate: float | No
         latency=statistics.mean(step.latency for step in steps),
         segments={name: statistics.mean(getattr(step, name) for step in steps) for name in SEGMENTS},
         to_all=statistics.median(one.to_all for one in rounds),
+        from_seen=statistics.median(one.from_seen for one in rounds),
         pause_median=statistics.median(step.pause for step in steps),
         blob_bytes=statistics.mean(step.bytes for step in steps),
         board_bytes=statistics.mean(one.board_bytes for one in rounds),
@@ -221,8 +223,8 @@ def bandwidth_table(rows: Sequence[Row], full_bytes: int) -> str:
     """Markdown: the limited link, deltas against whole checkpoints."""
     lines = [
         "| islands | published as | board bytes a version | / (islands x checkpoint) | bytes / rate, s | fetch, s "
-        "| to all, s | to all / one island |",
-        "|---|---|---|---|---|---|---|---|",
+        "| to all, s | to all, once seen, s | of one island |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     limited = [row for row in rows if row.rate is not None]
     for row in sorted(limited, key=lambda row: (row.kind, row.islands)):
@@ -231,7 +233,8 @@ def bandwidth_table(rows: Sequence[Row], full_bytes: int) -> str:
         lines.append(
             f"| {row.islands} | {row.kind} | {row.board_bytes / 1e6:.3f} MB "
             f"| {row.board_bytes / (row.islands * full_bytes):.4f} | {row.board_bytes / row.rate:.3f} "
-            f"| {row.segments['fetch']:.3f} | {row.to_all:.2f} | {row.to_all / one.to_all:.2f} x |"
+            f"| {row.segments['fetch']:.3f} | {row.to_all:.2f} | {row.from_seen:.2f} "
+            f"| {row.from_seen / one.from_seen:.1f} x |"
         )
     return "\n".join(lines)
 
@@ -258,10 +261,20 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--quick", is_flag=True, help="1 and 4 islands on the embedded engine: under 60 s.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--vllm-python", type=click.Path(exists=True, dir_okay=False), envvar="SPRAWL_VLLM_PYTHON",
-              show_envvar=True, help="Interpreter of an environment with vLLM.")
-@click.option("--models", type=click.Path(file_okay=False, path_type=Path), default=Path("models"), show_default=True,
-              help="Where the 135M model is; fetched once.")
+@click.option(
+    "--vllm-python",
+    type=click.Path(exists=True, dir_okay=False),
+    envvar="SPRAWL_VLLM_PYTHON",
+    show_envvar=True,
+    help="Interpreter of an environment with vLLM.",
+)
+@click.option(
+    "--models",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("models"),
+    show_default=True,
+    help="Where the 135M model is; fetched once.",
+)
 @click.option("--rate", type=click.FloatRange(min=0.01), default=10.0, show_default=True,
               help="MB a second of the limited link.")  # fmt: skip
 def sync(quick: bool, as_json: bool, vllm_python: str | None, models: Path, rate: float) -> None:

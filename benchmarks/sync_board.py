@@ -183,10 +183,10 @@ class Link:
         """Yields the board's URL."""
         app = web.Application()
         app.router.add_get("/{key:.*}", self._answer)  # HEAD too
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1.0)
+            site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,11 @@ class Round:
     def to_all(self) -> float:
         """Seconds from the commit to the last island's answer."""
         return max(step.latency for step in self.steps)
+
+    @property
+    def from_seen(self) -> float:
+        """The same from the moment at which each of them saw the version: without the chance of when they poll."""
+        return max(step.latency - step.discover for step in self.steps)
 
 
 class IslandProcess:
@@ -132,7 +137,7 @@ class Fleet:
         version, before = self.writer.next, self.link.sent
         waiting = [asyncio.ensure_future(self.answer(island, version)) for island in self.islands]
         # Islands poll; the commit comes at any moment of that.
-        await asyncio.sleep(0.3 + random.random())
+        await asyncio.sleep(0.1 + random.random())
         published = await asyncio.to_thread(self.writer.publish, whole=whole)
         answered = await asyncio.gather(*waiting)
         steps = []
@@ -182,7 +187,7 @@ def divide(published: Published, marks: Marks, pause: float, answered: float) ->
     return Step(published.version, published.whole, marks.bytes, latency, rest=rest, **segments)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def fleet(
     writer: Writer, count: int, plan: Plan, python: str, folder: Path, variables: dict[str, str] | None = None
 ) -> AsyncIterator[Fleet]:
@@ -226,13 +231,12 @@ def _spawn(argv: Sequence[str], log: Path, variables: dict[str, str]) -> subproc
 
 
 def _stop(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Nothing of theirs is kept. An engine that is a server of its own ends when its island does."""
+    family = []
     for process in processes:
-        assert process.stdin is not None
-        process.stdin.close()  # it waits for a line there
-        process.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += psutil.Process(process.pid).children(recursive=True)
+        process.kill()
     for process in processes:
-        try:
-            process.wait(timeout=40.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.communicate()
+    psutil.wait_procs(family, timeout=30.0)
