@@ -9,7 +9,7 @@ each version about 1 % of the bf16 weights change; it is published as a delta or
 islands fetch whole. A request that waits for the version is answered when it is served; what lies between is
 divided into segments (benchmarks.sync_fleet.Step). Then the board's link is limited, and the time to all islands is
 held against the bytes. At last an engine's pause for a delta is compared with its pause to read its whole checkpoint
-from disk again, in turns, on the same engine. Islands, board and publisher share this machine.
+from disk again, in turns, on the same engine, and with beginning anew. Islands, board and publisher share this machine.
 
 vLLM has an environment of its own (`make test-vllm` makes it); without --vllm-python its rows are left out.
 """
@@ -25,7 +25,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -79,7 +78,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Pause:
-    """Medians of pairs: a delta, then the whole checkpoint read again. Seconds."""
+    """Medians of pairs: a delta, then the whole checkpoint read again. Seconds without a token. `restart`, measured
+    once: an engine that is a server of its own begins anew on the checkpoint."""
 
     engine: str
     model: str
@@ -87,7 +87,7 @@ class Pause:
     delta: float
     reload: float
     ratio: float  # the median of the pairs' ratios
-    start: float  # of an island with this engine, until its first answer
+    restart: float | None
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ async def swaps(islands: Fleet, versions: int, engine: str, model: str) -> tuple
         delta=statistics.median(delta for delta, _ in pairs),
         reload=statistics.median(reload for _, reload in pairs),
         ratio=statistics.median(delta / reload for delta, reload in pairs),
-        start=islands.start_s,
+        restart=await asyncio.to_thread(island.restart) if engine == "vllm" else None,
     )
     return rounds, pause
 
@@ -242,20 +242,16 @@ def bandwidth_table(rows: Sequence[Row], full_bytes: int) -> str:
 def pause_table(pauses: Sequence[Pause]) -> str:
     """Markdown."""
     lines = [
-        "| engine | model | pairs | pause for a delta | pause for a full reload | ratio | start of an island |",
-        "|---|---|---|---|---|---|---|",
+        "| engine | model | pairs | pause for a delta | reload in place | delta / reload | restart | delta / restart |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {one.engine} | {one.model} | {one.pairs} | {1e3 * one.delta:.1f} ms | {1e3 * one.reload:.1f} ms "
-        f"| {one.ratio:.2f} | {one.start:.1f} s |"
-        for one in pauses
-    ]
+    for one in pauses:
+        restart = ("", "") if one.restart is None else (f"{one.restart:.1f} s", f"{one.delta / one.restart:.3f}")
+        lines.append(
+            f"| {one.engine} | {one.model} | {one.pairs} | {1e3 * one.delta:.1f} ms | {1e3 * one.reload:.1f} ms "
+            f"| {one.ratio:.2f} | {' | '.join(restart)} |"
+        )
     return "\n".join(lines)
-
-
-def as_data(outcome: Outcome) -> dict[str, Any]:
-    """For --json."""
-    return asdict(outcome)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -288,7 +284,7 @@ def sync(quick: bool, as_json: bool, vllm_python: str | None, models: Path, rate
     except SprawlError as error:
         raise click.ClickException(str(error)) from None
     if as_json:
-        click.echo(json.dumps(as_data(outcome)))
+        click.echo(json.dumps(asdict(outcome)))
         return
     share = statistics.mean(row.changed_share for row in outcome.rows if row.kind == "delta")
     click.echo(f"{100 * share:.2f} % of the bf16 weights change in a version; free link\n")

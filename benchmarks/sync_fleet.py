@@ -95,6 +95,10 @@ class IslandProcess:
         """Seconds that the engine pauses to read the whole checkpoint. Blocking."""
         return float(self._ask("reload")["seconds"])
 
+    def restart(self) -> float:
+        """Seconds until an engine that is a server of its own serves again after it was ended. Blocking."""
+        return float(self._ask("restart")["seconds"])
+
     def memory(self) -> int:
         """Bytes that the process and its children have for themselves."""
         here = psutil.Process(self._process.pid)

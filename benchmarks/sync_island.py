@@ -2,7 +2,8 @@
 
 Started by benchmarks.sync_fleet with one JSON object on the command line. It is the library's island, unregistered,
 with a reader that looks at the clock. Prints its URL as a line of JSON, then answers every line on standard input with
-one: `marks` (what was timed so far), `reload` (its engine, paused, reads the whole checkpoint from disk again).
+one: `marks` (what was timed so far), `reload` (its engine, paused, reads the whole checkpoint from disk again), `restart`
+(an engine that is a server of its own begins anew on that checkpoint).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sprawl.board.ledger import Ledger
+from sprawl.board.local_copy import MARK, Mark
 from sprawl.board.manifest import Manifest
 from sprawl.board.reader import Prepared, Served, VersionReader
 from sprawl.board.remote import RemoteStore
@@ -129,6 +131,16 @@ async def timed_reload(island: Island) -> float:
     return time.monotonic() - started
 
 
+async def timed_restart(island: Island) -> float:
+    """Seconds without a token."""
+    service = island.service
+    assert service is not None
+    mark = Mark.model_validate_json((island.work_dir / CHECKPOINT / MARK).read_bytes())
+    started = time.monotonic()
+    await service.engine.load(Served(mark.version, {}, {}, mark.root_digest))
+    return time.monotonic() - started
+
+
 async def obey(island: Island, reader: TimedReader) -> None:
     """Answer what is asked on standard input."""
     while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
@@ -138,6 +150,8 @@ async def obey(island: Island, reader: TimedReader) -> None:
         answer: dict[str, Any] = {}
         if line == "reload":
             answer["seconds"] = await timed_reload(island)
+        elif line == "restart":
+            answer["seconds"] = await timed_restart(island)
         else:
             answer["marks"] = {version: asdict(marks) for version, marks in reader.marks.items()}
             answer["pause_seconds"] = service.reconciler.pause_seconds
@@ -168,6 +182,7 @@ def main(plan: Plan) -> int:
         exit_with_parent=True,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     listener = bind(settings)
     store = MeteredStore.open(plan.board)
     assert isinstance(store, MeteredStore)
