@@ -127,13 +127,12 @@ class IslandProcess:
 
 @dataclass
 class Fleet:
-    """Islands that serve version 0 of `writer`'s board, read over `link`. `start_s`: until the last of them did."""
+    """Islands that serve version 0 of `writer`'s board, read over `link`."""
 
     writer: Writer
     link: Link
     islands: list[IslandProcess]
     client: httpx.AsyncClient
-    start_s: float = 0.0
 
     async def round(self, *, whole: bool) -> Round:
         """Publish a version and wait until every island has answered with it."""
@@ -202,7 +201,6 @@ async def fleet(
     link = Link(writer.store.root)
     folder.mkdir(parents=True)
     started: list[subprocess.Popen[str]] = []
-    began = time.monotonic()
     async with link.serving() as url, httpx.AsyncClient(timeout=httpx.Timeout(START_S)) as client:
         try:
             for number in range(count):
@@ -216,7 +214,6 @@ async def fleet(
             )
             made = Fleet(writer, link, list(islands), client)
             await asyncio.gather(*(made.answer(island, 0) for island in islands))
-            made.start_s = time.monotonic() - began
             yield made
         finally:
             await asyncio.to_thread(_stop, started)

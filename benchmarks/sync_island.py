@@ -2,8 +2,8 @@
 
 Started by benchmarks.sync_fleet with one JSON object on the command line. It is the library's island, unregistered,
 with a reader that looks at the clock. Prints its URL as a line of JSON, then answers every line on standard input with
-one: `marks` (what was timed so far), `reload` (its engine, paused, reads the whole checkpoint from disk again), `restart`
-(an engine that is a server of its own begins anew on that checkpoint).
+one: `marks` (what was timed so far), `reload` (its engine, paused, reads the whole checkpoint from disk again),
+`restart` (an engine that is a server of its own begins anew on that checkpoint).
 """
 
 from __future__ import annotations
