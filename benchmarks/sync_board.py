@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -196,12 +197,10 @@ class Link:
         path = (self._root / request.match_info["key"]).resolve()
         if not path.is_relative_to(self._root) or not path.is_file():
             raise web.HTTPNotFound
-        data = await asyncio.to_thread(path.read_bytes)
-        response = web.StreamResponse(headers={"Content-Length": str(len(data))})
-        await response.prepare(request)
-        if request.method == "GET":
-            for start in range(0, len(data), CHUNK):
-                part = data[start : start + CHUNK]
+        with path.open("rb") as file:  # in memory already: it was written a moment ago
+            response = web.StreamResponse(headers={"Content-Length": str(os.fstat(file.fileno()).st_size)})
+            await response.prepare(request)
+            while request.method == "GET" and (part := file.read(CHUNK)):
                 await self._turn(len(part))
                 await response.write(part)
                 self.sent += len(part)
