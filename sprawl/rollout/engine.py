@@ -90,3 +90,12 @@ class TellsVersion(Protocol):
 
     @property
     def watched_version(self) -> int | None: ...
+
+
+@runtime_checkable
+class Stages(Protocol):
+    """An engine that makes ready for a swap while it generates, so that its pause is shorter. Others leave it out."""
+
+    async def stage(self, target: str) -> None:
+        """The host copy has staged the step to the state with root digest `target`, which `swap` may bring next.
+        Touches nothing that is served. Never raises: what cannot be made ready only makes the swap longer."""

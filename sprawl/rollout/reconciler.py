@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sprawl.errors import BoardError, IntegrityError, SprawlError
-from sprawl.rollout.engine import Engine, EngineError
+from sprawl.rollout.engine import Engine, EngineError, Stages
 from sprawl.rollout.gate import CommitUndone, Gate, GateClosed, Rewind
 from sprawl.rollout.host_copy import HostCopy, MemoryCopy
 from sprawl.rollout.targets import Follow, next_target
@@ -250,13 +250,15 @@ class Reconciler:
             overwrites=await asyncio.to_thread(inverse, served.state, prepared.overwrites),
             bytes=0,
         )
-        # While the old version is still served: what does not give the published state is found before it is touched.
+        # The old version is still served: what does not give the published state is found before anything is touched.
         try:
             await asyncio.to_thread(self._copy.stage, self._reader, prepared)
         except IntegrityError:
             self._prepared = None
             raise
         self._prepared = None
+        if isinstance(self._engine, Stages):
+            await self._engine.stage(prepared.manifest.root_digest)
         self.prepare_seconds += time.monotonic() - started
         await self._commit(prepared.manifest, partial(self._copy.commit, self._reader), partial(self._undo, back))
 

@@ -20,6 +20,7 @@ from sprawl.delta.state import State, clone_state
 from sprawl.policy import Architecture, Decoder
 from sprawl.rollout.engine import EngineLimits
 from sprawl.rollout.host_copy import DiskCopy
+from sprawl.rollout.vllm import KEEP_PLAIN
 from sprawl.rollout.vllm.engine import VllmEngine
 from sprawl.rollout.vllm.server import ServerOptions
 from sprawl.rollout.vllm.supervisor import WatchdogOptions
@@ -97,7 +98,9 @@ class VllmBench:
         watchdog: WatchdogOptions | None = None,
         share: float = 0.05,
         arguments: tuple[str, ...] = (),
+        plain: bool = False,
     ) -> None:
+        """`plain`: vLLM keeps its weights as they are, as it does on a GPU."""
         self.prompt = [5, 6, 7]
         self.long = 300
         self.samples = True
@@ -116,12 +119,13 @@ class VllmBench:
         self.dtype = dtype
         self.watchdog = watchdog
         self.arguments = (*ARGUMENTS, *arguments)
+        self.environment = ENVIRONMENT | ({KEEP_PLAIN: "1"} if plain else {})
         self.engine = self.new_engine(directory / "checkpoint")
         self._runner = asyncio.Runner()
 
     def new_engine(self, checkpoint: Path) -> VllmEngine:
         limits = EngineLimits(self.settings["vocab_size"], self.settings["max_position_embeddings"], 1 << 20)
-        options = ServerOptions(self.dtype, 1, self.arguments, environment=ENVIRONMENT)
+        options = ServerOptions(self.dtype, 1, self.arguments, environment=self.environment)
         log_file = self.directory / "vllm.log"
         return VllmEngine(checkpoint, limits, options=options, watchdog=self.watchdog, log_file=log_file)
 
@@ -133,9 +137,14 @@ class VllmBench:
         self.publisher.publish(version, version, state)
         self.state = state
 
-    async def step(self) -> tuple[Served, AbstractSet[str]]:
+    async def step(self, stage: bool = True) -> tuple[Served, AbstractSet[str]]:
+        """As an island does it; without `stage` the engine learns nothing before it is paused."""
         prepared = self.reader.prepare(self.served, self.version + 1)
-        self.served = step(self.copy, self.reader, prepared)
+        self.copy.stage(self.reader, prepared)
+        if stage:
+            await self.engine.stage(prepared.manifest.root_digest)
+        self.served = self.copy.commit(self.reader)
+        self.copy.settle()
         return self.served, set(prepared.changed)
 
     async def advance(self) -> tuple[Served, AbstractSet[str]]:

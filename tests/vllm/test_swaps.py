@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sprawl.rollout.host_copy import DiskCopy
+from sprawl.rollout.vllm import KEEP_PLAIN
 from sprawl.rollout.wire import Sample, SamplingParams
 from tests.rollout.support import hold
 from tests.vllm.bench import RUN, VllmBench, config, fingerprint, fresh_fingerprint, random_state
@@ -18,10 +19,11 @@ DELTAS = 10
 FRESH = (3, 6, 10)  # versions on which a server of its own is started
 
 
-@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(params=["tied", "untied", "tied-plain", "untied-plain"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[VllmBench]:
-    settings = config(tied=request.param)
-    made = VllmBench(tmp_path, settings, random_state(settings))
+    """`plain`: as on a GPU; otherwise vLLM repacks its layers for the CPU."""
+    settings = config(tied=request.param.startswith("tied"))
+    made = VllmBench(tmp_path, settings, random_state(settings), plain=request.param.endswith("plain"))
     yield made
     made.end()
 
@@ -40,6 +42,7 @@ async def swapped(bench: VllmBench) -> list[list[Sample]]:
         if bench.version in FRESH:
             bench.snapshot()
     assert not any(commit.restarted for commit in bench.engine.commits)
+    assert [commit.in_place for commit in bench.engine.commits] == [KEEP_PLAIN in bench.environment] * DELTAS
     await bench.engine.close()
     return found
 

@@ -36,6 +36,9 @@ class SglangSupervisor(Supervisor):
     async def resume(self, server: Server) -> None:
         await server.api.command("/continue_generation", CONTROL_TIMEOUT_S, {})
 
+    async def stage(self, server: Server, root_digest: str) -> str:
+        return "SGLang reads its checkpoint whole"
+
     async def update(self, server: Server, served: Served, changed: AbstractSet[str]) -> None:
         update = {
             "model_path": str(self._checkpoint),

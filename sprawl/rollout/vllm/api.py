@@ -130,13 +130,20 @@ class Api:
         except (ValueError, KeyError, IndexError, TypeError):
             raise EngineError(f"{self.product} does not say how long a request may be: {words_of(answer)}") from None
 
-    async def command(self, route: str, timeout_s: float, body: Any = None, **query: str) -> None:
+    async def call(self, method: str, timeout_s: float = 60.0, arguments: dict[str, str] | None = None) -> list[Any]:
+        """Call a method of every worker. Returns what each answered. Raises EngineError with the server's own words."""
+        body = {"method": method, "kwargs": arguments or {}}
+        answer = await self.command("/collective_rpc", timeout_s, body)
+        return list(answer.json()["results"])
+
+    async def command(self, route: str, timeout_s: float, body: Any = None, **query: str) -> httpx.Response:
         """One of the administrative routes. Raises EngineError with the server's own words."""
         with_what = {} if body is None else {"json": body}
         async with self._spoken():
             answer = await self._client.post(route, params=query, timeout=timeout_s, **with_what)
         if answer.status_code != 200:
             raise EngineError(f"{self.product} refused {route}: {words_of(answer)}")
+        return answer
 
     async def generate(self, wanted: Wanted, watch: Callable[[int, float], bool] | None = None) -> Sample:
         """One sample; `watch` sees its tokens as they come, and True ends it. Cancelling ends it in the server too:

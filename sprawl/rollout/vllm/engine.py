@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from sprawl.policy import Architecture
 from sprawl.rollout.engine import EngineError, EngineLimits, Trouble, Watch
 from sprawl.rollout.vllm.api import Wanted
-from sprawl.rollout.vllm.server import ServerOptions
+from sprawl.rollout.vllm.server import Server, ServerOptions
 from sprawl.rollout.vllm.supervisor import Supervisor, WatchdogOptions
 from sprawl.rollout.wire import Sample, SamplingParams
 
@@ -38,11 +38,14 @@ MAX_BATCH_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class CommitTimes:
-    """One swap, in seconds. `pause_s`: no token was generated; `load_s`: the part of it that exchanged weights.
-    `restarted`: the update failed and the server was replaced."""
+    """One swap, in seconds. `stage_s`: it was made ready for while tokens were generated; `pause_s`: no token was
+    generated; `load_s`: the part of it that exchanged weights. `in_place`: changed elements were written where they
+    are, instead of loading their layers again. `restarted`: the update failed and the server was replaced."""
 
     version: int
     tensors: int
+    in_place: bool
+    stage_s: float
     pause_s: float
     load_s: float
     canary_s: float
@@ -56,7 +59,18 @@ class _Commit:
     paused_at: float
     tensors: int | None = None  # None: paused, not swapped
     load_s: float = 0.0
+    in_place: bool = False
+    stage_s: float = 0.0
     restarted: bool = False
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """What `server` has been made ready for."""
+
+    server: Server
+    target: str
+    seconds: float
 
 
 class VllmEngine:
@@ -85,6 +99,8 @@ class VllmEngine:
             checkpoint, limits.vocab_size, self._options, watchdog or WatchdogOptions(), log_file
         )
         self._commit: _Commit | None = None
+        self._staged: _Staged | None = None
+        self._why_whole = ""
         self._tokens = 0
         self._swaps = 0
 
@@ -142,6 +158,21 @@ class VllmEngine:
         self._tokens += sum(len(sample.token_ids) for sample in samples)
         return samples
 
+    async def stage(self, target: str) -> None:
+        host, self._staged = self._supervisor, None
+        async with host.control:
+            started = time.monotonic()
+            try:
+                server = host.serving()
+                why = await host.stage(server, target)
+            except EngineError as error:
+                why = str(error)
+            if not why:
+                self._staged = _Staged(server, target, time.monotonic() - started)
+            elif why != self._why_whole:
+                log.info("%s loads whole layers: %s", host.product, why)
+            self._why_whole = why
+
     async def pause(self) -> None:
         host = self._supervisor
         async with host.control:
@@ -155,7 +186,8 @@ class VllmEngine:
             host.paused, self._commit = True, _Commit(started)
 
     async def swap(self, served: Served, changed: AbstractSet[str]) -> None:
-        host, commit = self._supervisor, self._commit
+        host, commit, staged = self._supervisor, self._commit, self._staged
+        self._staged = None
         if commit is None:
             raise RuntimeError("swap without pause: a forward pass could see half of the new weights")
         async with host.control:
@@ -163,6 +195,8 @@ class VllmEngine:
             try:
                 await host.update(host.serving(), served, changed)
                 host.version = served.version
+                if staged is not None and (staged.server, staged.target) == (host.server, served.root):
+                    commit.in_place, commit.stage_s = True, staged.seconds
             except EngineError as error:
                 await host.replace(f"version {served.version} could not be loaded: {error}")
                 commit.restarted = True
@@ -191,6 +225,8 @@ class VllmEngine:
                 CommitTimes(
                     version=host.version,
                     tensors=commit.tensors,
+                    in_place=commit.in_place,
+                    stage_s=commit.stage_s,
                     pause_s=resumed - commit.paused_at,
                     load_s=commit.load_s,
                     canary_s=time.monotonic() - resumed,

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 CONTROL_TIMEOUT_S = 60.0
 CANARY_TIMEOUT_S = 120.0
 UPDATE_TIMEOUT_S = 600.0
+STAGE_TIMEOUT_S = 120.0
 CANARY_DRIFT = 0.25  # nats between two canaries: other requests in the batch change the rounding, not more
 
 
@@ -136,6 +137,19 @@ class Supervisor:
         """Let it generate again."""
         await server.api.command("/resume", CONTROL_TIMEOUT_S)
 
+    async def stage(self, server: Server, root_digest: str) -> str:
+        """Have a server read what leads to the state with `root_digest`, while it generates. Returns why it cannot:
+        `update` then takes longer. Raises EngineError."""
+        where = {"directory": str(self._checkpoint), "root_digest": root_digest}
+        await server.api.call("sprawl_stage", CONTROL_TIMEOUT_S, where)
+        deadline = time.monotonic() + STAGE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            workers = await server.api.call("sprawl_staged")
+            if all(worker["done"] for worker in workers):
+                return next((worker["why"] for worker in workers if worker["why"]), "")
+            await asyncio.sleep(0.02)
+        return f"the journal was not read within {STAGE_TIMEOUT_S:.0f} s"
+
     async def update(self, server: Server, served: Served, changed: AbstractSet[str]) -> None:
         """Make a paused server read the weights on disk, of which `changed` are new. Raises EngineError."""
         update = {"directory": str(self._checkpoint), "root_digest": served.root, "names": sorted(changed)}
@@ -190,7 +204,8 @@ class Supervisor:
 
     async def _introduce(self, server: Server, version: int) -> None:
         """Tell a new server what it serves."""
-        await server.api.command("/init_weight_transfer_engine", CONTROL_TIMEOUT_S, {"init_info": {}})
+        start = {"directory": str(self._checkpoint)}
+        await server.api.command("/init_weight_transfer_engine", UPDATE_TIMEOUT_S, {"init_info": start})
         await server.api.command("/update_weight_version", CONTROL_TIMEOUT_S, {"new_version": str(version)})
 
     async def _watch(self) -> None:

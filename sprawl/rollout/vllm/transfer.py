@@ -1,12 +1,19 @@
-"""The part of an island that runs inside vLLM's worker: loads changed tensors from the checkpoint on local disk.
+"""The part of an island that runs inside vLLM's worker: brings the model to what is in the checkpoint on local disk.
 
-Named as `--worker-extension-cls`; importing it registers the weight-transfer backend `BACKEND`. Imports nothing of
-Sprawl but names, and nothing that the worker has not loaded already.
+Named as `--worker-extension-cls`; importing it registers the weight-transfer backend `BACKEND`. There are two ways.
+
+In place: where all that changes is in parameters that are the checkpoint's tensors (`plain`), the changed elements are
+written into them. The journal of the step on disk names them; it is read, and taken to the device, before the pause.
+
+Layer by layer: the changed tensors, closed over the modules that hold them, are read from the checkpoint and processed
+as at the start. This serves everything else: layers that are quantised or repacked, a new server, a jump to a whole
+new file.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +31,18 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from sprawl.rollout.vllm import BACKEND
 from sprawl.rollout.vllm.groups import FUSED, close
+from sprawl.rollout.vllm.plain import keep_plain, plain_places
+from sprawl.rollout.vllm.staging import MARK, Home, Staged, stage
+
+WEIGHTS = "model.safetensors"
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: every update names its checkpoint."""
+    """The model was loaded from the checkpoint in `directory`."""
+
+    directory: str
 
 
 @dataclass
@@ -49,7 +63,23 @@ class LocalCopyTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Needs no set-up."""
+        """Find out which parameters are the checkpoint's tensors. No forward pass may run meanwhile."""
+        self._homes: dict[str, Home] = {}
+        self._root: str | None = None  # of the state that is served
+        self._staged: Staged | None = None
+        directory = Path(init_info.directory)
+        before = _root(directory)
+        with safe_open(directory / WEIGHTS, framework="pt") as file:
+            tensors = dict(_tensors(file, list(file.keys())))
+            places, why = plain_places(self.model, tensors)
+        self._homes = {
+            name: Home(tensors[name].dtype, tuple(tensors[name].shape), pieces) for name, pieces in places.items()
+        }
+        # Had the checkpoint moved on since the model was loaded, what differs has no home, and the swap that follows
+        # starts at a state that is not this one: it goes the long way.
+        if _root(directory) == before:
+            self._root = before
+        log.info("%s of %s tensors can be changed in place. %s", len(places), len(tensors), why)
 
     def start_weight_update(self) -> None:
         """Everything happens in `receive_weights`."""
@@ -60,12 +90,35 @@ class LocalCopyTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Holds nothing."""
 
+    def stage(self, directory: Path, root_digest: str) -> None:
+        """Begin to make ready the journal that leads to the state with `root_digest`. Touches nothing."""
+        self._staged = None
+        here = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        kept = (piece.target.untyped_storage().data_ptr() in here for h in self._homes.values() for piece in h.pieces)
+        if self._root is not None and all(kept):
+            self._staged = stage(directory, self._root, root_digest, self._homes)
+
+    def staged(self) -> dict[str, Any]:
+        """How far that is."""
+        if self._staged is None:
+            return {"done": True, "why": "the model is not where it was after its start"}
+        return {"done": self._staged.done.is_set(), "why": self._staged.why}
+
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises ValueError when the checkpoint is at another state or lacks a tensor."""
+        staged, self._staged = self._staged, None
+        base, self._root = self._root, None
         directory = Path(update_info.directory)
         _check_state(directory, update_info.root_digest)
-        with safe_open(directory / "model.safetensors", framework="pt") as file:
-            names = close(update_info.names, file.keys(), _fused_groups(self.model))
+        if staged is not None and staged.leads(base, update_info.root_digest):
+            staged.write()
+        else:
+            self._reload(directory, update_info.names)
+        self._root = update_info.root_digest
+
+    def _reload(self, directory: Path, changed: Sequence[str]) -> None:
+        with safe_open(directory / WEIGHTS, framework="pt") as file:
+            names = close(changed, file.keys(), _fused_groups(self.model))
             if not names:
                 return
             shared = _shared_modules(self.model)
@@ -77,13 +130,27 @@ class LocalCopyTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class Extension:
-    """Mixed into vLLM's worker. It adds nothing: naming it makes the worker import this module."""
+    """Mixed into vLLM's worker; the methods are reached by `/collective_rpc`."""
+
+    weight_transfer_engine: Any
+
+    def sprawl_stage(self, directory: str, root_digest: str) -> None:
+        """See `LocalCopyTransfer.stage`."""
+        self.weight_transfer_engine.stage(Path(directory), root_digest)
+
+    def sprawl_staged(self) -> dict[str, Any]:
+        """See `LocalCopyTransfer.staged`."""
+        found: dict[str, Any] = self.weight_transfer_engine.staged()
+        return found
+
+
+def _root(directory: Path) -> str:
+    return str(json.loads((directory / MARK).read_bytes())["root_digest"])
 
 
 def _check_state(directory: Path, root_digest: str) -> None:
-    mark = json.loads((directory / "sprawl.json").read_bytes())
-    if mark["root_digest"] != root_digest:
-        raise ValueError(f"{directory} is at version {mark['version']} ({mark['root_digest']}), not at {root_digest}")
+    if _root(directory) != root_digest:
+        raise ValueError(f"{directory} is at the state with root digest {_root(directory)}, not at {root_digest}")
 
 
 def _fused_groups(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
@@ -112,3 +179,4 @@ def _shared_modules(model: torch.nn.Module) -> list[Any]:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, LocalCopyTransfer)
+keep_plain()
