@@ -1,6 +1,6 @@
 """How long a new version takes from the trainer's commit to the islands' answers, and how long it stops them.
 
-    python -m benchmarks.sync --vllm-python .venv-vllm/bin/python   everything (about 15 minutes)
+    python -m benchmarks.sync --vllm-python .venv-vllm/bin/python   everything, 15 minutes on two busy cores
     python -m benchmarks.sync --quick                               1 and 4 islands, embedded engine: under 60 s
     python -m benchmarks.sync --json                                one JSON object
 
@@ -52,7 +52,7 @@ class Size:
 
 
 FULL = Size((1, 4, 16), 5, 5)
-QUICK = Size((1, 4), 2, 0)
+QUICK = Size((1, 4), 1, 0)
 
 
 @dataclass(frozen=True)

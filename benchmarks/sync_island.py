@@ -24,7 +24,6 @@ from sprawl.board.reader import Prepared, Served, VersionReader
 from sprawl.board.remote import RemoteStore
 from sprawl.errors import SprawlError
 from sprawl.policy.checkpoint import load_weights
-from sprawl.rollout.engine import Engine
 from sprawl.rollout.engines import CHECKPOINT, work_directory
 from sprawl.rollout.island import Island
 from sprawl.rollout.listen import IslandSettings, bind
@@ -105,29 +104,22 @@ class Plan:
     cache: str | None = None
 
 
-async def reload(engine: Engine, served: Served) -> None:
-    """Let the engine read a whole checkpoint from disk, as one without deltas does. `served` is what it serves."""
+async def timed_reload(island: Island) -> float:
+    """Let the engine read a whole checkpoint from disk, as one without deltas does. Seconds without a token."""
+    service = island.service
+    assert service is not None
+    assert service.gate.version is not None
+    engine = service.engine
+    started = time.monotonic()
     await engine.pause()
     if isinstance(engine, VllmEngine):
         api = engine._supervisor.serving().api  # a way past the host copy that the engine does not offer
         await api.command("/collective_rpc", RELOAD_TIMEOUT_S, {"method": "reload_weights"})
     else:
-        await engine.swap(served, frozenset(served.state))
-    await engine.resume()
-
-
-async def timed_reload(island: Island) -> float:
-    """Seconds without a token."""
-    service = island.service
-    assert service is not None
-    assert service.gate.version is not None
-    started = time.monotonic()
-    if service.engine.info()["kind"] == "torch":
         # The embedded engine takes its weights from memory, so reading the file is a part of it.
         state = await asyncio.to_thread(load_weights, island.work_dir / CHECKPOINT)
-        await reload(service.engine, Served(service.gate.version, state, {}, ""))
-    else:
-        await reload(service.engine, Served(service.gate.version, {}, {}, ""))
+        await engine.swap(Served(service.gate.version, state, {}, ""), frozenset(state))
+    await engine.resume()
     return time.monotonic() - started
 
 

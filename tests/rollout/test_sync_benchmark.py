@@ -19,6 +19,7 @@ from benchmarks.sync_island import Marks
 from sprawl.board.reader import VersionReader
 
 
+@pytest.mark.slow
 def test_one_island_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "QUICK", sync.Size((1,), 1, 0))
     result = CliRunner().invoke(sync.sync, ["--quick", "--json", "--rate", "20"])
