@@ -61,6 +61,9 @@ def stage(directory: Path, base: str, target: str, homes: Mapping[str, Home]) ->
 def _fill(staged: Staged, directory: Path, homes: Mapping[str, Home]) -> None:
     try:
         staged.writes = _writes(staged, directory, homes)
+        for write in staged.writes:  # compiles what it takes
+            if write.indices is not None:
+                Write(write.target, write.indices[:0], write.values[:0]).do()
         for device in {write.target.device for write in staged.writes if write.target.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
     except Exception as error:  # nothing has been touched: the swap goes the long way
