@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from sprawl.rollout.vllm.plain import keep_plain, plain_places
 from sprawl.rollout.vllm.staging import MARK, Home, Staged, stage
 
 WEIGHTS = "model.safetensors"
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.sprawl")  # the server writes its log down
 
 
 @dataclass
@@ -110,8 +111,10 @@ class LocalCopyTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if staged is None or not staged.leads(self._root, root_digest):
             return False
         self._root = None
+        started = time.monotonic()
         staged.write()
         torch.accelerator.synchronize()
+        log.info("%s writes in place took %.4f s", len(staged.writes), time.monotonic() - started)
         self._root = root_digest
         return True
 
