@@ -1,10 +1,10 @@
 """Brings an island's weights to the version it should serve: follows the board, one verified step at a time.
 
-`targets` decides, purely; `Reconciler` does. Downloading, decoding, a first digest check and writing down what is to be
-done happen outside the gate and touch nothing; patching, the check of what was patched and the engine's swap happen
-inside. A failure before anything was touched is retried while the old version is served on. When the engine refuses a
-version, the patch is undone, the engine begins anew with the old version, and the refused one is stepped over. Any
-other failure is terminal, because nobody can vouch for the state.
+`targets` decides, purely; `Reconciler` does. Downloading, decoding, a first digest check, writing down what is to be
+done and making the engine ready happen outside the gate and touch nothing; patching, the check of what was patched and
+the swap happen inside. A failure before anything was touched is retried while the old version is served on. When the
+engine refuses a version, the patch is undone, the engine begins anew with the old version, and the refused one is
+stepped over. Any other failure is terminal, because nobody can vouch for the state.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Reconciler:
 
     async def _patch(self, served: Served, version: int) -> None:
         """Go on from what is served: decode against the intact base, then patch the host copy inside the gate."""
-        from sprawl.board.reader import Prepared  # heavy, and this module is imported to check settings too
+        from sprawl.board.reader import Prepared  # heavy; this module is imported to check settings too
         from sprawl.delta.compose import inverse
 
         started = time.monotonic()
@@ -242,23 +242,17 @@ class Reconciler:
         if prepared is None or (prepared.version, prepared.base_root) != (version, served.root):
             prepared = self._prepared = await asyncio.to_thread(self._reader.prepare, served, version)
         assert self._manifest is not None
-        back = Prepared(
-            version=served.version,
-            base_version=version,
-            base_root=prepared.manifest.root_digest,
-            manifest=self._manifest,
-            overwrites=await asyncio.to_thread(inverse, served.state, prepared.overwrites),
-            bytes=0,
-        )
-        # The old version is still served: what does not give the published state is found before anything is touched.
-        try:
+        target = prepared.manifest.root_digest
+        overwrites = await asyncio.to_thread(inverse, served.state, prepared.overwrites)
+        back = Prepared(served.version, version, target, self._manifest, overwrites, bytes=0)
+        try:  # what does not give the published state is found before anything is touched
             await asyncio.to_thread(self._copy.stage, self._reader, prepared)
         except IntegrityError:
             self._prepared = None
             raise
         self._prepared = None
         if isinstance(self._engine, Stages):
-            await self._engine.stage(prepared.manifest.root_digest)
+            await self._engine.stage(target)
         self.prepare_seconds += time.monotonic() - started
         await self._commit(prepared.manifest, partial(self._copy.commit, self._reader), partial(self._undo, back))
 

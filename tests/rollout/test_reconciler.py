@@ -109,6 +109,24 @@ def test_eager_follows_and_only_changed_tensors_are_named() -> None:
     go(scenario())
 
 
+def test_an_engine_is_made_ready_for_a_step_before_its_pause() -> None:
+    class Ready(FakeEngine):
+        async def stage(self, target: str) -> None:
+            self.calls.append(("stage", target))
+
+    async def scenario() -> None:
+        run = TinyRun().publish()
+        async with Stack(run, engine=Ready(), follow="eager") as stack:
+            await until(lambda: stack.gate.version == 0)
+            run.publish()
+            await until(lambda: stack.gate.version == 1)
+            names = [call[0] for call in stack.engine.calls]
+            assert names == ["load", "stage", "pause", "swap", "resume"]
+            assert stack.engine.calls[1] == ("stage", run.reader().manifest(1).root_digest)
+
+    go(scenario())
+
+
 @pytest.mark.parametrize("mode", ["in_place", "quiesce"])
 def test_every_token_is_attributed_to_the_version_that_made_it(mode: str) -> None:
     """Versions come out while requests of every policy run. The fake engine's tokens name their version."""

@@ -17,7 +17,8 @@ from sprawl.rollout.wire import SamplingParams
 from tests.vllm.bench import VllmBench, fingerprint, fresh_fingerprint
 from tests.vllm.test_smollm2 import one_step
 
-ROUNDS = 7
+ROUNDS = 9
+WAYS = ("staged", "layers", "reload", "nothing")
 
 
 async def swap(bench: VllmBench, stage: bool) -> float:
@@ -31,11 +32,14 @@ async def swap(bench: VllmBench, stage: bool) -> float:
     return bench.engine.commits[-1].pause_s
 
 
-async def reload(bench: VllmBench) -> float:
-    """Seconds of a pause in which vLLM reads its checkpoint again."""
+async def pause(bench: VllmBench, way: str) -> float:
+    """Seconds of a pause in which vLLM reads its checkpoint again, or does nothing."""
+    if way in ("staged", "layers"):
+        return await swap(bench, way == "staged")
     began = time.monotonic()
     await bench.engine.pause()
-    await bench.engine._supervisor.serving().api.call("reload_weights", 600.0)
+    if way == "reload":
+        await bench.engine._supervisor.serving().api.call("reload_weights", 600.0)
     await bench.engine.resume()
     return time.monotonic() - began
 
@@ -58,15 +62,17 @@ def test_the_pause_of_a_swap(plain: bool, tmp_path: Path) -> None:
         engine, pauses = bench.engine, defaultdict(list)
         await engine.load(bench.served)
         for number in range(ROUNDS + 1):
-            for way in ("staged", "layers", "reload")[number % 3 :] + ("staged", "layers", "reload")[: number % 3]:
-                seconds = await (reload(bench) if way == "reload" else swap(bench, way == "staged"))
+            for way in WAYS[number % 4 :] + WAYS[: number % 4]:
+                seconds = await pause(bench, way)
                 if number:  # the first round warms the page cache and the allocator
                     pauses[way].append(seconds)
         medians = {way: statistics.median(found) for way, found in pauses.items()}
         staged = [commit for commit in engine.commits if commit.in_place]
         print("\npause, medians:", {way: round(seconds, 4) for way, seconds in medians.items()})
         for way in ("layers", "reload"):
-            print(f"staged / {way}: {medians['staged'] / medians[way]:.3f}")
+            each = statistics.median(a / b for a, b in zip(pauses["staged"], pauses[way], strict=True))
+            print(f"staged / {way}: {medians['staged'] / medians[way]:.3f}, median of rounds {each:.3f}")
+        print("load, medians:", statistics.median(commit.load_s for commit in staged) if staged else None)
         print({way: [round(seconds, 4) for seconds in found] for way, found in pauses.items()})
         for commit in staged[-3:]:
             print(commit)

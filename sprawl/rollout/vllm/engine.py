@@ -193,10 +193,12 @@ class VllmEngine:
         async with host.control:
             started = time.monotonic()
             try:
-                await host.update(host.serving(), served, changed)
+                server = host.serving()
+                if staged is not None and (staged.server, staged.target) == (server, served.root):
+                    commit.in_place, commit.stage_s = await host.write(server, served), staged.seconds
+                if not commit.in_place:
+                    await host.update(server, served, changed)
                 host.version = served.version
-                if staged is not None and (staged.server, staged.target) == (host.server, served.root):
-                    commit.in_place, commit.stage_s = True, staged.seconds
             except EngineError as error:
                 await host.replace(f"version {served.version} could not be loaded: {error}")
                 commit.restarted = True

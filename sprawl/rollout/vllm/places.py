@@ -17,6 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sprawl.delta import kernels
+from sprawl.delta.bits import integer_view
+
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """A model's `load_weights`: what it returns is empty when the tensors are none of this model's."""
 
@@ -106,6 +109,8 @@ class Write:
         """Replacements: doing it again changes nothing."""
         if self.indices is None:
             self.target.copy_(self.values)
+        elif self.target.device.type == "cpu":
+            kernels.scatter(integer_view(self.target), self.indices.numpy(), integer_view(self.values))
         else:
             self.target[self.indices] = self.values
 

@@ -150,6 +150,14 @@ class Supervisor:
             await asyncio.sleep(0.02)
         return f"the journal was not read within {STAGE_TIMEOUT_S:.0f} s"
 
+    async def write(self, server: Server, served: Served) -> bool:
+        """Take a paused server to what it was made ready for. False: it was not, so `update` it. Raises EngineError."""
+        workers, _ = await asyncio.gather(
+            server.api.call("sprawl_write", UPDATE_TIMEOUT_S, {"root_digest": served.root}),
+            server.api.command("/update_weight_version", CONTROL_TIMEOUT_S, {"new_version": str(served.version)}),
+        )
+        return all(worker["written"] for worker in workers)
+
     async def update(self, server: Server, served: Served, changed: AbstractSet[str]) -> None:
         """Make a paused server read the weights on disk, of which `changed` are new. Raises EngineError."""
         update = {"directory": str(self._checkpoint), "root_digest": served.root, "names": sorted(changed)}
