@@ -52,7 +52,7 @@ async def tokens_per_second(bench: VllmBench, prompt: int, new: int) -> float:
     return 8 * new / (time.monotonic() - began)
 
 
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "repacked"])
+@pytest.mark.parametrize("plain", [False, True], ids=["repacked", "plain"])
 def test_the_pause_of_a_swap(plain: bool, tmp_path: Path) -> None:
     base = ensure_base("smollm2-135m", Path(__file__).parents[2] / "models", print)
     settings = json.loads((base / "config.json").read_text())

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 
 from sprawl.rollout.vllm import KEEP_PLAIN
-from sprawl.rollout.vllm.places import Piece, Unplaced, watch
+from sprawl.rollout.vllm.places import Piece, watch
 
 
 def keep_plain() -> None:
@@ -46,8 +46,8 @@ def plain_places(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
         return {}, f"{derives[0]} computes something from its weights"
     try:
         places = watch(model.load_weights, tensors)  # type: ignore[arg-type]
-    except Unplaced as error:
-        return {}, f"the model's loader cannot be followed: {error}"
+    except Exception as error:  # loaders of layers that are repacked refuse, each in its own words
+        return {}, f"the model's loader cannot be followed: {' '.join(str(error).split())}"
     owners = _owners(model)
     plain = {name: pieces for name, pieces in places.items() if all(_is_plain(piece, owners) for piece in pieces)}
     plain = {name: pieces for name, pieces in plain.items() if all(piece.holds(tensors[name]) for piece in pieces)}
