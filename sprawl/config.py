@@ -66,16 +66,76 @@ class RolloutConfig(Section):
 
 
 class BoundaryConfig(Section):
-    codec: Literal["dense", "prf"] = Field("prf", description="What a stage boundary sends.")
-    ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.05, description="Share of channels kept; k = round(ratio*H).")
+    codec: Literal["dense", "prf", "subspace", "quantized-prf"] = Field(
+        "prf", description="What a stage boundary sends; subspace needs the anchor, which fits its bases."
+    )
+    ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.05, description="Share of a token's bytes that crosses; k = round(ratio*H) numbers."
+    )
+    bits: Literal[3, 4, 8] = Field(3, description="Bits a channel of quantized-prf: fewer bits, more channels.")
+    dense_every: Annotated[int, Field(ge=0)] = Field(
+        0, description="Every n-th step runs through dense boundaries (all its passes); 0: none does."
+    )
+
+
+class OverlongConfig(Section):
+    """What becomes of a response that used up `rollout.max_new_tokens`."""
+
+    kind: Literal["keep", "filter", "penalty"] = Field(
+        "keep", description="filter: truncated samples give no gradient; penalty: DAPO's soft one, off the reward."
+    )
+    buffer: Positive | None = Field(
+        None, description="Tokens before the limit over which the penalty grows from 0 to 1; needed by penalty."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> OverlongConfig:
+        if (self.kind == "penalty") != (self.buffer is not None):
+            raise ValueError("buffer belongs to kind: penalty, which needs it")
+        return self
+
+
+class OffPolicyConfig(Section):
+    """Correction by pi_trainer / pi_sampler, both before this step's update."""
+
+    kind: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    tis_cap: Annotated[float, Field(gt=0)] = Field(2.0, description="tis: a token's weight is its ratio, at most this.")
+    icepop_low: Annotated[float, Field(gt=0)] = Field(0.5, description="icepop: a ratio outside gives the token none.")
+    icepop_high: Annotated[float, Field(gt=0)] = 5.0
+    sequence_cap: Annotated[float, Field(gt=0)] = Field(
+        3.0, description="sequence_mask: weight is the sequence's ratio; above this the sequence has none."
+    )
+    through_codec: bool = Field(
+        False, description="Allow it with a codec, where the ratio measures the codec more than staleness."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> OffPolicyConfig:
+        if self.icepop_low >= self.icepop_high:
+            raise ValueError(f"icepop_low={self.icepop_low:g} must be below icepop_high={self.icepop_high:g}")
+        return self
 
 
 class GrpoConfig(Section):
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    kl_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the KL to the reference (k3).")
-    epochs: Positive = Field(1, description="Inner epochs over one batch.")
+    loss: Literal["ppo", "gspo", "cispo"] = Field("ppo", description="Clipped ratio a token, a sequence, or CISPO.")
+    clip_low: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="Ratios below 1 - this are clipped.")
+    clip_high: Annotated[float, Field(gt=0)] = Field(0.2, description="Ratios above 1 + this are (clip-higher: 0.28).")
+    kl_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the KL to the reference.")
+    kl: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL from the tokens taken.")
+    aggregation: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field(
+        "token_mean", description="dr_grpo: sum over tokens / (samples * max_new_tokens)."
+    )
     advantage: Literal["group_std", "group_mean"] = "group_std"
+    zero_groups: Literal["keep", "drop"] = Field(
+        "keep", description="drop: groups whose samples all scored the same do not count in the loss's denominator."
+    )
+    refill_rounds: Annotated[int, Field(ge=0, le=16)] = Field(
+        0, description="Dynamic sampling: further rounds of prompts that may replace groups without an advantage."
+    )
+    overlong: OverlongConfig = OverlongConfig()
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    epochs: Positive = Field(1, description="Inner epochs over one batch.")
+    minibatches: Positive = Field(1, description="Optimizer updates an inner epoch, each on its share of the rows.")
     microbatch_rows: Positive = Field(64, description="Sequences per forward/backward.")
 
 
@@ -146,6 +206,11 @@ class EvaluateConfig(Section):
 class ProbeConfig(Section):
     every: Positive = Field(5, description="Compression-off probe (dense-view KL and entropy) every n steps.")
     rows: Positive = Field(32, description="Sequences the probe reads.")
+    gradient_every: Annotated[int, Field(ge=0)] = Field(
+        15,
+        description="Dense gradient of the whole (first) minibatch, compared with the compressed one, every n steps; "
+        "0: never. 15 against 20 steps between fires: every age of a sign map is met.",
+    )
 
 
 class ThreadsConfig(Section):
@@ -192,9 +257,31 @@ class RunConfig(Section):
             )
         if self.deterministic and self.rollout.follow == "eager":
             raise ValueError("rollout.follow=eager needs deterministic: false (exact versions would be overtaken)")
+        if self.boundary.codec == "subspace" and not self.anchor.enabled:
+            raise ValueError("boundary.codec=subspace needs anchor.enabled: true (the anchor fits its bases)")
+        self._check_grpo()
         if self.deterministic and self.anchor.enabled and not self.anchor.blocking:
             raise ValueError("deterministic: true needs anchor.blocking: true (sign maps must arrive at fixed steps)")
         return self
+
+    def _check_grpo(self) -> None:
+        grpo, rollout = self.grpo, self.rollout
+        if grpo.off_policy.kind != "none" and self.boundary.codec != "dense" and not grpo.off_policy.through_codec:
+            raise ValueError(
+                f"grpo.off_policy.kind={grpo.off_policy.kind} needs boundary.codec=dense, or "
+                "grpo.off_policy.through_codec: true: through a codec the ratio measures the codec"
+            )
+        if grpo.overlong.buffer is not None and grpo.overlong.buffer > rollout.max_new_tokens:
+            raise ValueError(
+                f"grpo.overlong.buffer={grpo.overlong.buffer} is above rollout.max_new_tokens={rollout.max_new_tokens}"
+            )
+        if grpo.minibatches > rollout.prompts:
+            raise ValueError(f"grpo.minibatches={grpo.minibatches} is above rollout.prompts={rollout.prompts}")
+        if grpo.refill_rounds and self.deterministic and rollout.max_staleness > 1:
+            raise ValueError(
+                "grpo.refill_rounds with deterministic: true needs rollout.max_staleness <= 1 "
+                "(islands that went on for a later step cannot sample the earlier one's version again)"
+            )
 
 
 def _known_fields(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:

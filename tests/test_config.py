@@ -28,7 +28,10 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ({"name": "Has Space"}, "'name'"),
         ({"optimizer": {"kind": "sgd"}}, "'optimizer.kind': Input should be 'adamw' or 'muon'"),
         ({"optimizer": {"muon": {"momentm": 0.9}}}, "unknown key 'optimizer.muon.momentm', did you mean 'momentum'?"),
-        ({"boundary": {"codec": "zip"}}, "'boundary.codec': Input should be 'dense' or 'prf'"),
+        (
+            {"boundary": {"codec": "zip"}},
+            "'boundary.codec': Input should be 'dense', 'prf', 'subspace' or 'quantized-prf'",
+        ),
         ({"anchor": {"every": 15}}, "anchor.every=15 must be a multiple of checkpoint.every=10"),
         ({"deterministic": True, "anchor": {"blocking": True}}, "rollout.follow=eager needs deterministic: false"),
         ({"deterministic": True, "rollout": {"follow": "demand"}}, "needs anchor.blocking: true"),

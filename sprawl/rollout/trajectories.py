@@ -7,7 +7,7 @@ the trainer saw.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,14 @@ FORMAT = "sprawl-rollouts-1"
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """Groups and mean verifier score of everything sampled for a step."""
+
+    groups: int
+    reward: float
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """N samples, rows of a group adjacent.
 
@@ -30,6 +38,8 @@ class RolloutBatch:
     rewards: [N] fp32. groups: [N] int32, problem index. seeds: [N] int64.
     version_start, version_end: [N] int32, versions that sampled the first and the last token.
     islands: which island answered each group, in order of appearance.
+    truncated: [N] bool, the response ended at the token limit; None in batches of earlier releases.
+    sampled: what was sampled for this step, groups left out by dynamic sampling included; None where none were.
     """
 
     step: int
@@ -43,6 +53,8 @@ class RolloutBatch:
     version_start: Tensor
     version_end: Tensor
     islands: tuple[str, ...]
+    truncated: Tensor | None = None
+    sampled: Sampled | None = None
 
     @property
     def samples(self) -> int:
@@ -81,8 +93,13 @@ TENSORS = (
 def to_bytes(batch: RolloutBatch) -> bytes:
     """Serialise; the same batch gives the same bytes."""
     # One metadata entry: safetensors writes several in random order.
-    described = json.dumps({"format": FORMAT, "step": batch.step, "islands": batch.islands})
-    return save({name: getattr(batch, name).contiguous() for name in TENSORS}, {"rollouts": described})
+    metadata: dict[str, object] = {"format": FORMAT, "step": batch.step, "islands": batch.islands}
+    if batch.sampled is not None:
+        metadata["sampled"] = asdict(batch.sampled)
+    tensors = {name: getattr(batch, name).contiguous() for name in TENSORS}
+    if batch.truncated is not None:
+        tensors["truncated"] = batch.truncated.contiguous()
+    return save(tensors, {"rollouts": json.dumps(metadata)})
 
 
 def from_bytes(data: bytes, source: str) -> RolloutBatch:
@@ -96,7 +113,9 @@ def from_bytes(data: bytes, source: str) -> RolloutBatch:
         return RolloutBatch(
             step=metadata["step"],
             islands=tuple(metadata["islands"]),
+            truncated=tensors.get("truncated"),
+            sampled=Sampled(**metadata["sampled"]) if "sampled" in metadata else None,
             **{name: tensors[name] for name in TENSORS},
         )
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise IntegrityError(f"{source}: damaged rollouts: {error}") from error

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +22,9 @@ from sprawl.config import RunConfig
 from sprawl.policy import Tokenizer
 from sprawl.problems import Problem, ProblemSet, response_text
 from sprawl.rollout.client import RolloutClient
-from sprawl.rollout.trajectories import RolloutBatch, load_batch, to_bytes
+from sprawl.rollout.trajectories import RolloutBatch, Sampled, load_batch, to_bytes
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, SamplingParams, VersionPolicy
+from sprawl.train.losses.selection import plan_refill
 from sprawl.train.prf import derive_key
 
 T = TypeVar("T")
@@ -43,6 +44,16 @@ def version_policy(config: RunConfig, step: int) -> VersionPolicy:
     if config.deterministic:
         return VersionPolicy(exact_version=version)
     return VersionPolicy(min_version=version)
+
+
+def prompt_numbers(config: RunConfig, step: int, round_: int) -> range:
+    """Numbers of the training problems that round `round_` of sampling for a step draws from: the step's own in round
+    0; the rounds that refill it take theirs from behind the last step's, so that no step sees another's."""
+    prompts, rounds = config.rollout.prompts, config.grpo.refill_rounds
+    if round_ == 0:
+        return range((step - 1) * prompts, step * prompts)
+    first = (config.steps + (step - 1) * rounds + round_ - 1) * prompts
+    return range(first, first + prompts)
 
 
 def make_batch(
@@ -82,7 +93,16 @@ def make_batch(
         version_start=column([sample.spans[0].version for _, _, sample, _, _ in rows]),
         version_end=column([sample.spans[-1].version for _, _, sample, _, _ in rows]),
         islands=tuple(response.island_id for response in responses),
+        truncated=torch.tensor([sample.finish_reason == "length" for _, _, sample, _, _ in rows]),
     )
+
+
+@dataclass(frozen=True)
+class _Group:
+    problem: Problem
+    request: GenerateRequest
+    response: GenerateResponse
+    scores: list[float]
 
 
 @dataclass(frozen=True)
@@ -169,9 +189,35 @@ class Collector:
             return Collected(self.load(step), True, time.perf_counter() - started)
         except MissingKey:
             pass
+        rounds, wanted = self.config.grpo.refill_rounds, self.config.rollout.prompts
+        sampled: list[_Group] = []
+        missing = wanted
+        for number in range(rounds + 1):
+            sampled += await self._sample(step, prompt_numbers(self.config, step, number)[:missing])
+            plan = plan_refill([len(set(group.scores)) > 1 for group in sampled], wanted, rounds - number)
+            missing = plan.missing
+            if not missing:
+                break
+        chosen = [sampled[place] for place in plan.keep]
+        batch = make_batch(
+            step,
+            [group.problem for group in chosen],
+            [group.request for group in chosen],
+            [group.response for group in chosen],
+            [group.scores for group in chosen],
+        )
+        if len(sampled) > wanted:
+            scores = [score for group in sampled for score in group.scores]
+            batch = replace(batch, sampled=Sampled(len(sampled), sum(scores) / len(scores)))
+        # Written before anyone trains on it; when two trainers raced, the batch that is there is the batch.
+        if not self.store.create(keys.rollouts(self.run_id, step), to_bytes(batch)):
+            batch = self.load(step)
+        return Collected(batch, False, time.perf_counter() - started)
+
+    async def _sample(self, step: int, numbers: range) -> list[_Group]:
+        """One scored group a prompt number."""
         rollout = self.config.rollout
-        first = (step - 1) * rollout.prompts
-        problems = [self.problems.train(first + offset) for offset in range(rollout.prompts)]
+        problems = [self.problems.train(number) for number in numbers]
         requests = [
             GenerateRequest(
                 input_ids=self.tokenizer.encode(problem.prompt),
@@ -187,15 +233,15 @@ class Collector:
             for problem in problems
         ]
         responses = await self.client.generate_many(requests)
-        scores = [
-            [
-                self.problems.score(problem, response_text(self.tokenizer, sample.token_ids))
-                for sample in response.samples
-            ]
-            for problem, response in zip(problems, responses, strict=True)
+        return [
+            _Group(
+                problem,
+                request,
+                response,
+                [
+                    self.problems.score(problem, response_text(self.tokenizer, sample.token_ids))
+                    for sample in response.samples
+                ],
+            )
+            for problem, request, response in zip(problems, requests, responses, strict=True)
         ]
-        batch = make_batch(step, problems, requests, responses, scores)
-        # Written before anyone trains on it; when two trainers raced, the batch that is there is the batch.
-        if not self.store.create(keys.rollouts(self.run_id, step), to_bytes(batch)):
-            batch = self.load(step)
-        return Collected(batch, False, time.perf_counter() - started)

@@ -218,6 +218,7 @@ class RunSession:
         if batch is None or batch.step != step:
             batch = self._batch = self._wait_for_batch(step).batch
         self._sign_bytes = self.signs.take(step, self.crew.replace_lost)
+        self.trainer.use_bases(self.signs.bases)
         self._seconds["anchor_wait"] = time.perf_counter() - started
         # What the islands sample meanwhile may be stale by up to max_staleness versions, never more.
         for ahead in range(step + 1, min(step + self.config.rollout.max_staleness, self.config.steps) + 1):
@@ -336,13 +337,15 @@ class RunSession:
         """
         start = max(step for step in self.ledger.checkpoints() if step <= head)
         if start:
-            restore(self.store, self.ledger, start, self.trainer.decoder, self.trainer.optimizer)
+            trainer = self.trainer
+            restore(self.store, self.ledger, start, trainer.decoder, trainer.optimizer, trainer.codec)
         self._trained = self.head_step = start
         for step in range(start + 1, head + 1):
             manifest = self.reader.manifest(step)
             if manifest is None:
                 raise SprawlError(f"version {step} of {self.run_id} is gone from the board: cannot replay to {head}")
             self._sign_bytes = self.signs.use(manifest.extra.get("sign_fire"))
+            self.trainer.use_bases(self.signs.bases)
             began = time.perf_counter()
             batch = load_batch(self.store, self.run_id, step)
             self._batch, self._stats = batch, self.trainer.step(step, batch, self.signs.signs)
@@ -400,7 +403,8 @@ class RunSession:
     def _checkpoint(self, step: int) -> None:
         if step % self.config.checkpoint.every and step != self.config.steps:
             return
-        save_checkpoint(self.store, self.ledger, step, self.epoch, self.trainer.decoder, self.trainer.optimizer)
+        trainer = self.trainer
+        save_checkpoint(self.store, self.ledger, step, self.epoch, trainer.decoder, trainer.optimizer, trainer.codec)
         needed = None
         if self.config.anchor.enabled:
             next_fire = self.config.anchor.every
@@ -411,9 +415,8 @@ class RunSession:
             delete_checkpoint(self.store, self.run_id, old)
 
     def _describe_boundary(self) -> str:
-        hidden = self.trainer.decoder.arch.hidden
-        kept = self.trainer.codec.keep(hidden)
-        return f"{self.trainer.codec.name}: {kept} of {hidden} channels at {self.trainer.policy.boundaries} boundaries"
+        sent = self.trainer.codec.describe(self.trainer.decoder.arch.hidden)
+        return f"{sent} at {self.trainer.policy.boundaries} boundaries"
 
     def _train_receipt(self, step: int, started: float, *, skipped: bool) -> TrainReceipt:
         stats = self._stats
@@ -437,6 +440,7 @@ class RunSession:
             parameters=sum(p.numel() for p in self.trainer.decoder.parameters()),
             sign_fire=self.signs.fire,
             sign_bytes=self._sign_bytes,
+            basis_bytes=self.signs.basis_bytes if self._sign_bytes else 0,
             seconds=self._seconds,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from sprawl.anchor.service import read_sign_map
+from sprawl.anchor.service import read_bases, read_sign_map
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store
 from sprawl.config import AnchorConfig
@@ -29,6 +29,8 @@ class SignMaps:
         self._hint = hint  # where to look when a fire does not come
         self.signs: dict[str, torch.Tensor] | None = None
         self.fire: int | None = None
+        self.bases: dict[int, torch.Tensor] | None = None  # of the same fire, with the subspace codec
+        self.basis_bytes = 0
 
     def take(self, step: int, idle: Callable[[], None]) -> int:
         """Pick up the newest sign map that optimizer step `step` may use; returns the bytes received, 0 without news.
@@ -55,12 +57,14 @@ class SignMaps:
         if fire == self.fire:
             return 0
         if fire is None:
-            self.signs, self.fire = None, None
+            self.signs, self.fire, self.bases, self.basis_bytes = None, None, None, 0
             return 0
         found = read_sign_map(self._store, self._ledger, fire, self._shapes)
         if found is None:
             raise SprawlError(f"the sign map of fire {fire} is gone from the board of {self._ledger.run_id}")
         record, self.signs = found
+        self.bases = read_bases(self._store, self._ledger.run_id, record)
+        self.basis_bytes = record.basis_bytes
         self.fire = fire
         return record.bytes
 

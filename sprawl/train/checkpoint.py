@@ -1,6 +1,7 @@
 """Master weights and optimizer state on the board: blobs first, then the commit record (invariant 2).
 
-Two blobs a checkpoint, so that the anchor reads the masters without the moments: `masters` and `optimizer`.
+Two blobs a checkpoint, so that the anchor reads the masters without the moments: `masters` and `optimizer`; a third,
+`codec`, when the boundary codec carries something from step to step.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ from sprawl.board.records import CheckpointRecord
 from sprawl.board.store import Store
 from sprawl.errors import BoardError, IntegrityError
 from sprawl.policy import Decoder
+from sprawl.train.codecs.base import BoundaryCodec
 from sprawl.train.optimizer import RunOptimizer, load_optimizer_tensors, optimizer_tensors
 
 
+BLOBS = ("masters", "optimizer", "codec")
+
+
 def save_checkpoint(
-    store: Store, ledger: Ledger, step: int, epoch: int, decoder: Decoder, optimizer: RunOptimizer
+    store: Store,
+    ledger: Ledger,
+    step: int,
+    epoch: int,
+    decoder: Decoder,
+    optimizer: RunOptimizer,
+    codec: BoundaryCodec | None = None,
 ) -> int:
     """Write the checkpoint of `step` unless it is already committed. Returns its size in bytes."""
     if ledger.checkpoint(step) is not None:
@@ -31,6 +42,8 @@ def save_checkpoint(
         "masters": {name: parameter.detach() for name, parameter in decoder.named_parameters()},
         "optimizer": optimizer_tensors(decoder, optimizer),
     }
+    if codec is not None and (carried := codec.state()):
+        parts["codec"] = carried
     digests, size = {}, 0
     for name, tensors in parts.items():
         data = save({key: tensor.contiguous() for key, tensor in tensors.items()})
@@ -54,8 +67,18 @@ def read_blob(store: Store, ledger: Ledger, step: int, name: str) -> dict[str, T
     return load(data)
 
 
-def restore(store: Store, ledger: Ledger, step: int, decoder: Decoder, optimizer: RunOptimizer) -> None:
-    """Load masters and optimizer state of a committed checkpoint."""
+def restore(
+    store: Store,
+    ledger: Ledger,
+    step: int,
+    decoder: Decoder,
+    optimizer: RunOptimizer,
+    codec: BoundaryCodec | None = None,
+) -> None:
+    """Load masters, optimizer state and codec state of a committed checkpoint."""
+    record = ledger.checkpoint(step)
+    if codec is not None and record is not None:
+        codec.load_state(read_blob(store, ledger, step, "codec") if "codec" in record.blobs else {})
     decoder.load_served(read_blob(store, ledger, step, "masters"), torch.float32)
     load_optimizer_tensors(decoder, optimizer, read_blob(store, ledger, step, "optimizer"))
 
@@ -70,5 +93,5 @@ def surplus(checkpoints: list[int], keep: int, anchor_needs_from: int | None) ->
 def delete_checkpoint(store: Store, run_id: str, step: int) -> None:
     """The record goes first: a reader never sees a committed checkpoint without its blobs."""
     store.delete(keys.checkpoint(run_id, step))
-    for name in ("masters", "optimizer"):
+    for name in BLOBS:
         store.delete(keys.checkpoint_blob(run_id, step, name))
