@@ -139,7 +139,7 @@ class AnchorService:
         return self._decoder
 
     def _observer(self, step: int) -> BasisObserver | None:
-        """With the subspace codec: one that refreshes the bases of the fire before this one (the initial ones at first)."""
+        """With the subspace codec: refreshes the bases of the fire before this one, at first the initial ones."""
         codec = make_codec(self.config.boundary, self.config.seed)
         if not isinstance(codec, SubspaceCodec):
             return None

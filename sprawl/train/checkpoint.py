@@ -22,7 +22,6 @@ from sprawl.policy import Decoder
 from sprawl.train.codecs.base import BoundaryCodec
 from sprawl.train.optimizer import RunOptimizer, load_optimizer_tensors, optimizer_tensors
 
-
 BLOBS = ("masters", "optimizer", "codec")
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sprawl.train import prf
@@ -26,6 +26,7 @@ def test_golden_vectors() -> None:
     assert kept[39].tolist() == [30, 51, 80, 87, 93, 112]
 
 
+@settings(deadline=None)  # compiled at the first call
 @given(
     key=st.integers(0, 2**64 - 1),
     channels=st.integers(1, 300),

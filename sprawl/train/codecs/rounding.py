@@ -23,6 +23,7 @@ from sprawl.train import prf
 
 GROUP = 32
 STEP_BYTES = 2
+_NAN = 0x7FC00000
 
 
 def groups_of(count: int) -> int:
@@ -69,11 +70,13 @@ def reference_encode(values: Tensor, noise: Tensor, bits: int, size: int) -> Ten
     exact = padded.abs().amax(-1) / middle
     # Up to the next bf16: the largest value of a group stays inside its range.
     word = (exact.view(torch.int32) + 0xFFFF) & ~0xFFFF
-    step = torch.where(exact.isfinite(), word.view(torch.float32), torch.nan)
+    fits = exact.isfinite() & word.view(torch.float32).isfinite()
+    word = torch.where(fits, word, _NAN)
+    step = word.view(torch.float32)
     ratio = torch.where(step[..., None] > 0, padded / step[..., None], 0.0)
     level = (ratio.view(rows, -1)[:, :count] + middle + noise).floor()
     codes = level.nan_to_num(0.0).clamp(0, (1 << bits) - 1).to(torch.uint8)
-    steps = step.to(torch.bfloat16).view(torch.uint8).view(rows, -1)
+    steps = (word >> 16).to(torch.int16).view(torch.uint8).view(rows, -1)  # a cast would choose its own NaN
     data = torch.cat((steps, pack_bits(codes, bits)), dim=1)
     return torch.nn.functional.pad(data, (0, size - data.shape[1]))
 
