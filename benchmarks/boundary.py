@@ -12,12 +12,14 @@ gradient points along the dense one. Targets: masks under 10 % of the tiny step,
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -106,14 +108,15 @@ def mask_costs(repeats: int, device: str = "cpu") -> list[MaskCost]:
         sample, position = torch.arange(count, device=device) // 16, torch.arange(count, device=device) % 16
         makers = {"compiled loop" if device == "cpu" else "kernel": prf.channels, "torch": prf.reference_channels}
         for name, maker in makers.items():
-
-            def derive(maker: Callable[..., Tensor] = maker) -> None:
-                maker(7, sample, position, hidden, keep)
-                if device != "cpu":
-                    torch.cuda.synchronize()
-
+            derive = partial(_settled, maker, 7, sample, position, hidden, keep)
             rows.append(MaskCost(f"{device}, {name}", hidden, keep, median_seconds(derive, repeats) / count * 1e6))
     return rows
+
+
+def _settled(maker: Callable[..., Tensor], *arguments: object) -> None:
+    """Until the result is there, also on a device that works on its own."""
+    if maker(*arguments).is_cuda:
+        torch.cuda.synchronize()
 
 
 def derive_masks(codec: PrfCodec, packs: Sequence[Packed], hidden: int, boundaries: int, step: int) -> None:
@@ -141,7 +144,9 @@ def sample_batch(config: RunConfig, decoder: Decoder, tokenizer: Tokenizer, step
     stops = {i for text in problems.stop for i in tokenizer.ids_containing(text)}
     rollout, generator = config.rollout, torch.Generator().manual_seed(step)
     chosen = [problems.train(step * rollout.prompts + i) for i in range(rollout.prompts)]
-    prompts = torch.tensor([tokenizer.encode(problem.prompt) for problem in chosen]).repeat_interleave(rollout.samples, 0)
+    prompts = torch.tensor([tokenizer.encode(problem.prompt) for problem in chosen]).repeat_interleave(
+        rollout.samples, 0
+    )
     ids, start = prompts, prompts.shape[1]
     taken = []
     for _ in range(rollout.max_new_tokens):
@@ -180,7 +185,7 @@ def tiny_share(config: RunConfig, batch: RolloutBatch, repeats: int) -> StepShar
     trainer = Trainer(tiny_model(config)[0], tiny_model(config)[0], config)
     codec, hidden = PrfCodec(config.seed, config.boundary.ratio), trainer.decoder.arch.hidden
     boundaries = trainer.policy.boundaries
-    packs = [micro.packed for update in trainer._plan(batch) for micro in update]
+    packs = [micro.packed for update in trainer.plan(batch) for micro in update]
     masks, steps, number = [], [], 1
     for _ in range(repeats + 1):
         number += 1 + (number % config.probe.every == config.probe.every - 1)
@@ -222,13 +227,14 @@ def _share(
     return StepShare(name, hidden, boundaries, tokens, step, mask, mask / step, TARGETS[name])
 
 
-CODECS = {
-    "prf": BoundaryConfig(codec="prf", ratio=RATIO),
-    "quantized-prf, 8 bits": BoundaryConfig(codec="quantized-prf", ratio=RATIO, bits=8),
-    "quantized-prf, 4 bits": BoundaryConfig(codec="quantized-prf", ratio=RATIO, bits=4),
-    "quantized-prf, 3 bits": BoundaryConfig(codec="quantized-prf", ratio=RATIO, bits=3),
-    "subspace, 3 refreshes": BoundaryConfig(codec="subspace", ratio=RATIO),
+CODECS: dict[str, dict[str, object]] = {
+    "prf": {"codec": "prf"},
+    "quantized-prf, 8 bits": {"codec": "quantized-prf", "bits": 8},
+    "quantized-prf, 4 bits": {"codec": "quantized-prf", "bits": 4},
+    "quantized-prf, 3 bits": {"codec": "quantized-prf", "bits": 3},
+    "subspace, 3 refreshes": {"codec": "subspace"},
 }
+RATIOS = (RATIO, 2 * RATIO)
 
 
 def codec_qualities(config: RunConfig, batch: RolloutBatch, steps: int) -> list[CodecQuality]:
@@ -237,8 +243,8 @@ def codec_qualities(config: RunConfig, batch: RolloutBatch, steps: int) -> list[
     policy = StagedPolicy(decoder, decoder.arch.split(config.policy.stages), torch.float32)
     dense, wire, dense_s = gradient(policy, batch, config, None, 0)
     rows = []
-    for name, settings in CODECS.items():
-        codec = make_codec(settings, config.seed)
+    for ratio, name in itertools.product(RATIOS, CODECS):
+        codec = make_codec(BoundaryConfig.model_validate({**CODECS[name], "ratio": ratio}), config.seed)
         if isinstance(codec, SubspaceCodec):
             for _ in range(3):
                 observer = BasisObserver(codec)
@@ -321,10 +327,10 @@ def boundary(config: Path, as_json: bool, quick: bool, threads: int) -> None:
     else:
         click.echo("masks on a GPU: not run, there is none", err=True)
     shares = [
-        tiny_share(settings, batch, 3 if quick else 10),
+        tiny_share(settings, batch, 2 if quick else 10),
         wide_share(4, 64, 2, 1) if quick else wide_share(8, 128, 4, 2),
     ]
-    qualities = codec_qualities(settings, batch, 3 if quick else 20)
+    qualities = codec_qualities(settings, batch, 2 if quick else 20)
     if as_json:
         found = {"masks": masks, "shares": shares, "codecs": qualities}
         click.echo(json.dumps({name: [asdict(row) for row in rows] for name, rows in found.items()}, allow_nan=False))

@@ -98,7 +98,7 @@ class Trainer:
         self.codec.begin(step)
         codec = DenseCodec() if self.dense_step(step) else self.codec
         targets = make_targets(batch, self.config)
-        updates = self._plan(batch)
+        updates = self.plan(batch)
         wire, probe_wire = WireCounter(), WireCounter()
         views = self._probe_views(step, batch, updates[0][0].rows, codec, probe_wire)
         dense = self._dense_gradient(step, batch, updates[0], targets, probe_wire)
@@ -140,7 +140,7 @@ class Trainer:
     def temperature(self) -> float:
         return self.config.rollout.temperature
 
-    def _plan(self, batch: RolloutBatch) -> list[list[Microbatch]]:
+    def plan(self, batch: RolloutBatch) -> list[list[Microbatch]]:
         """The updates of an epoch: whole groups each, as even as they come, cut into microbatches."""
         groups = len(torch.unique_consecutive(batch.groups))
         size = -(-groups // self.config.grpo.minibatches) * (batch.samples // groups)

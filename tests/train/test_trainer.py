@@ -205,7 +205,7 @@ def test_minibatches_and_epochs_make_as_many_updates_of_whole_groups() -> None:
     assert stats.ratio_max_error == 0.0  # of the first update
     steps = {int(state["step"]) for state in trainer.optimizer.state.values()}  # type: ignore[union-attr]
     assert steps == {6}
-    plan = trainer._plan(make_batch(groups=3))
+    plan = trainer.plan(make_batch(groups=3))
     assert [torch.cat([m.rows for m in update]).tolist() for update in plan] == [list(range(8)), list(range(8, 12))]
 
 
