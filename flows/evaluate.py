@@ -113,6 +113,7 @@ def _measure(
                 limit=limit,
                 max_new_tokens=config.rollout.max_new_tokens,
                 stop_token_ids=stop_ids,
+                route=config.rollout.episodes,
             )
 
     log = Path(".sprawl") / "logs" / run_id / f"{name}.log"

@@ -66,12 +66,28 @@ def main() -> None:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
+    except click.UsageError as error:
+        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+            error.show()
+        else:
+            message = error.format_message().rstrip(".")
+            click.echo(f"sprawl: {message} (see {_command_of(error.ctx)} --help)", err=True)
+        sys.exit(2)
     except click.ClickException as error:
         error.show()
         sys.exit(2)
     except SprawlError as error:
         click.echo(f"sprawl: {error}", err=True)
         sys.exit(2)
+
+
+def _command_of(context: click.Context | None) -> str:
+    """`sprawl board gc`, however the program was started."""
+    names: list[str] = []
+    while context is not None and context.parent is not None:
+        names.insert(0, context.info_name or "")
+        context = context.parent
+    return " ".join(["sprawl", *names])
 
 
 if __name__ == "__main__":

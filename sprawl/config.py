@@ -54,7 +54,7 @@ class RolloutConfig(Section):
     samples: Annotated[int, Field(ge=2)] = Field(16, description="Samples a prompt (group size).")
     max_new_tokens: Positive = 8
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = Field("torch", description="What islands generate with, unless they say so.")
     compute_dtype: Dtype = Field("float32", description="Matmul dtype of the engine; weights are the served view.")
     max_staleness: Annotated[int, Field(ge=0)] = Field(
         1, description="Versions a rollout may lag behind the weights it trains; 1 overlaps sampling with training."
@@ -63,6 +63,16 @@ class RolloutConfig(Section):
         "eager", description="demand: an island advances when a request needs it; eager: as soon as it can."
     )
     timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="Deadline of one group, retries included.")
+    episodes: Literal["tokens", "chat"] = Field(
+        "tokens",
+        description="How problem sets with tools are played: as tokens, or as messages by the model's chat template.",
+    )
+    continuation: bool = Field(
+        False, description="Go on token by token on another island where a lost one stopped, instead of sampling again."
+    )
+    hedge: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        0.95, description="Percentile of recent durations after which a group is asked for twice; null: never."
+    )
 
 
 class BoundaryConfig(Section):

@@ -13,7 +13,7 @@ from sprawl.policy import Decoder
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.train.codecs import BasisObserver
 from sprawl.train.losses.objective import make_targets, microbatch_loss
-from sprawl.train.pipeline import StagedPolicy, pack
+from sprawl.train.pipeline import StagedPolicy, pack_rows
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def replay(decoder: Decoder, batch: RolloutBatch, config: RunConfig, observer: B
     decoder.zero_grad(set_to_none=True)
     total = 0.0
     for rows in torch.arange(batch.samples).split(config.grpo.microbatch_rows):
-        packed = pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, rows)
+        packed = pack_rows(batch, rows)
         logprobs = policy.token_stats(packed, codec=observer, step=0, temperature=config.rollout.temperature).logprobs
         loss = microbatch_loss(
             logprobs,

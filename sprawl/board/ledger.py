@@ -169,8 +169,13 @@ def is_live(record: IslandRecord, now: float | None = None) -> bool:
 
 def list_runs(store: Store) -> list[RunRecord]:
     """Runs on the board, newest first."""
-    records = (Ledger(store, name)._read(keys.run(name), RunRecord) for name in store.children(""))
+    records = (find_run(store, name) for name in store.children(""))
     return sorted((r for r in records if r is not None), key=lambda r: (r.created_at, r.run_id), reverse=True)
+
+
+def find_run(store: Store, run_id: str) -> RunRecord | None:
+    """The record of a run, None when there is no such run (yet)."""
+    return Ledger(store, run_id)._read(keys.run(run_id), RunRecord)
 
 
 def resolve_run(store: Store, run_id: str) -> str:

@@ -7,13 +7,16 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from sprawl.board.store import Keys, MissingKey
 from sprawl.errors import BoardError
 
 _TEMPORARY = ".tmp-"
+
+Buffer: TypeAlias = bytes | memoryview
 
 
 def sync_directory(path: Path) -> None:
@@ -25,14 +28,29 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_durably(path: Path, data: bytes) -> None:
+def replace_durably(path: Path, *chunks: Buffer) -> None:
     """Write beside the target, sync, rename, sync: the file is the old one or the new one, whatever happens."""
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-    with temporary.open("wb") as file:
-        file.write(data)
+    write_beside(path, chunks)
+    exchange(path)
+
+
+def beside(path: Path) -> Path:
+    """Where `write_beside` writes."""
+    return path.with_name(f"{_TEMPORARY}{path.name}")
+
+
+def write_beside(path: Path, chunks: Iterable[Buffer]) -> None:
+    """The first half of `replace_durably`: everything that takes room on the disk. `path` is not touched."""
+    with beside(path).open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+
+
+def exchange(path: Path) -> None:
+    """The second half: what was written beside `path` takes its place."""
+    os.replace(beside(path), path)
     sync_directory(path.parent)
 
 

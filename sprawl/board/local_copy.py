@@ -2,56 +2,44 @@
 
     model.safetensors   the weights, one file
     sprawl.json         which version they are: run, version, root digest
-    sprawl.journal      only while a patch is under way: the decoded overwrites and where they lead
+    sprawl.journal      only while a step is under way: the decoded overwrites and where they lead
 
-A step is: compute that it leads to the published root digest, write the journal (durably), patch the mapped file,
-flush, write sprawl.json, delete the journal. Overwrites are replacements, so replaying a journal over a half-patched
-file is applying it once. What `open` hands out always has the root digest that was published; anything else is an
-IntegrityError. Tell an engine to load the files after a step, not during one.
+A step is staged, committed and settled. Staging does everything that takes time or room and touches nothing: it writes
+the journal and the next sprawl.json beside the old one. Committing patches the mapped file and exchanges sprawl.json.
+Settling flushes the file and deletes the journal. Overwrites are replacements, so replaying a journal over a
+half-patched file is applying it once. A whole new file (the first, another run, tensors of another form) is written
+beside the old one and exchanged; its journal only says where it leads.
+
+What `open` hands out always has the root digest that was published; anything else is an IntegrityError. On disk are at
+most two times the weights, in memory the mapped file. Tell an engine to load the files after a commit, not during one,
+and let nobody else write in the directory (`hold`).
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import mmap
-import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from sprawl.board.local import replace_durably, sync_directory
+from sprawl.board.directory_lock import hold
+from sprawl.board.local import beside, exchange, replace_durably, sync_directory, write_beside
 from sprawl.board.manifest import Manifest
 from sprawl.board.reader import Prepared, Served, VersionReader
+from sprawl.board.weights_file import map_weights, weights_chunks
 from sprawl.delta.codec import Overwrites, apply
 from sprawl.delta.files import WEIGHTS
 from sprawl.delta.journal import pack_overwrites, unpack_overwrites
-from sprawl.delta.state import State, root_digest, tensor_digests
-from sprawl.delta.whole import encode_whole
+from sprawl.delta.state import State, root_digest, state_bytes, tensor_digests
 from sprawl.errors import BoardError, IntegrityError, SprawlError
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 MARK = "sprawl.json"
 JOURNAL = "sprawl.journal"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Mark(BaseModel):
@@ -62,6 +50,16 @@ class Mark(BaseModel):
     run_id: str
     version: int
     root_digest: str
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A step that is on disk and has touched nothing. `prepared` patches the file in place; None: a whole new file
+    with `digests` waits beside it."""
+
+    mark: Mark
+    prepared: Prepared | None
+    digests: dict[str, str]
 
 
 @dataclass
@@ -75,102 +73,149 @@ class LocalCopy:
 
     @classmethod
     def open(cls, directory: str | Path) -> LocalCopy | None:
-        """The copy in a directory, after finishing or forgetting what a killed process began. None when there is none.
+        """The copy in a directory, after finishing what a killed process had staged. None when there is none.
 
         Reads and hashes the whole file. Raises IntegrityError when the weights are not the version they say they are
-        and no journal explains it.
+        and no journal explains it, SprawlError when the directory cannot be read or written.
         """
         directory = Path(directory)
-        mark = _read_mark(directory / MARK)
-        if mark is None or not (directory / WEIGHTS).exists():
-            return None
-        state, mapped = map_weights(directory / WEIGHTS)
-        digests = tensor_digests(state)
-        root = root_digest(digests)
-        journal = _read_journal(directory / JOURNAL)
-        copy = cls(directory, mark.run_id, Served(mark.version, state, digests, root), mapped)
-        if root != mark.root_digest:
-            copy._recover(mark, journal)
-        (directory / JOURNAL).unlink(missing_ok=True)
+        with _failures(directory):
+            mark, journal = _read_mark(directory / MARK), _read_journal(directory / JOURNAL)
+            if journal is not None:
+                _finish_exchange(directory, journal[1])
+            if (mark is None and journal is None) or not (directory / WEIGHTS).exists():
+                _clean(directory)
+                return None
+            state, mapped = map_weights(directory / WEIGHTS)
+            digests = tensor_digests(state)
+            copy = cls(directory, "", Served(-1, state, digests, root_digest(digests)), mapped)
+            copy._identify(mark, journal)
+            copy.settle()
         return copy
 
     @classmethod
     def create(cls, directory: str | Path, run_id: str, served: Served) -> LocalCopy:
         """Write a whole state; an older copy in the directory is replaced. Raises SprawlError when it cannot be."""
+        copy = cls.exchange(directory, stage_whole(directory, run_id, served))
+        copy.settle()
+        return copy
+
+    @classmethod
+    def exchange(cls, directory: str | Path, staged: Staged) -> LocalCopy:
+        """Put the whole new file of `stage_whole` in the place of the old one. `settle` it afterwards."""
         directory = Path(directory)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            # What a killed process left half-written has a name with a dot.
-            others = [file.name for file in directory.glob("[!.]*.safetensors*") if file.name != WEIGHTS]
-            if others:
-                raise SprawlError(f"{directory} already holds {others[0]}", "choose an empty directory")
-            # Without a mark the directory holds no copy, so that weights and mark never disagree.
-            (directory / MARK).unlink(missing_ok=True)
-            (directory / JOURNAL).unlink(missing_ok=True)
-            sync_directory(directory)
-            replace_durably(directory / WEIGHTS, encode_whole(served.state))
-            _write_mark(directory, Mark(run_id=run_id, version=served.version, root_digest=served.root))
-        except OSError as error:
-            raise SprawlError(f"cannot write {directory}: {error.strerror or error}") from None
-        state, mapped = map_weights(directory / WEIGHTS)
-        return cls(directory, run_id, Served(served.version, state, dict(served.digests), served.root), mapped)
+        with _failures(directory):
+            exchange(directory / WEIGHTS)
+            exchange(directory / MARK)
+            state, mapped = map_weights(directory / WEIGHTS)
+        mark = staged.mark
+        return cls(directory, mark.run_id, Served(mark.version, state, dict(staged.digests), mark.root_digest), mapped)
+
+    def stage(self, reader: VersionReader, prepared: Prepared) -> Staged:
+        """Make sure that `prepared` gives the published state, and write down how. Touches nothing.
+
+        Raises IntegrityError as `VersionReader.commit`, SprawlError when the disk is full or fails; the copy is as it
+        was after either.
+        """
+        self.settle()
+        if not _in_place(self.served.state, prepared.overwrites):
+            return self._stage_new_forms(reader, prepared)
+        reader.check(self.served, prepared)
+        mark = Mark(run_id=self.run_id, version=prepared.version, root_digest=prepared.manifest.root_digest)
+        journal = pack_overwrites(_bounded(self.served.state, prepared.overwrites), mark.model_dump())
+        with _failures(self.directory), _all_or_nothing(self.directory):
+            write_beside(self.directory / MARK, [mark.model_dump_json().encode()])
+            replace_durably(self.directory / JOURNAL, *journal)
+        return Staged(mark, prepared, {})
+
+    def commit(self, reader: VersionReader, staged: Staged) -> None:
+        """Take the copy to what `stage` wrote down last. `served` is then at the new version.
+
+        Raises IntegrityError when the result is not the published state, SprawlError when the disk fails: open the
+        directory again after either.
+        """
+        if staged.prepared is None:
+            new = LocalCopy.exchange(self.directory, staged)
+            self.run_id, self.served, self._map = new.run_id, new.served, new._map
+            return
+        reader.commit(self.served, staged.prepared)
+        with _failures(self.directory):
+            exchange(self.directory / MARK)
+
+    def settle(self) -> None:
+        """Make a commit as durable as the disk is, and forget the journal. Until then the journal stands for it."""
+        with _failures(self.directory):
+            if (self.directory / JOURNAL).exists():
+                self._map.flush()
+            _clean(self.directory)
 
     def step(self, reader: VersionReader, prepared: Prepared) -> None:
-        """Take the copy to `prepared.version`. Raises IntegrityError as `VersionReader.commit`, SprawlError when the
-        disk fails; open the directory again after either."""
-        target = Mark(run_id=self.run_id, version=prepared.version, root_digest=prepared.manifest.root_digest)
-        reader.check(self.served, prepared)
-        try:
-            replace_durably(self.directory / JOURNAL, pack_overwrites(prepared.overwrites, target.model_dump()))
-            if _in_place(self.served.state, prepared.overwrites):
-                reader.commit(self.served, prepared)
-                self._map.flush()
-            else:
-                self._rewrite(reader, prepared)
-            _write_mark(self.directory, target)
-            (self.directory / JOURNAL).unlink()
-            sync_directory(self.directory)
-        except OSError as error:
-            raise SprawlError(f"cannot write {self.directory}: {error.strerror or error}") from None
+        """Stage, commit and settle."""
+        self.commit(reader, self.stage(reader, prepared))
+        self.settle()
 
-    def _rewrite(self, reader: VersionReader, prepared: Prepared) -> None:
-        """Names, shapes or dtypes change: the file is written anew and exchanged once its digest is right."""
-        state = {name: tensor.clone() for name, tensor in self.served.state.items()}
+    def _stage_new_forms(self, reader: VersionReader, prepared: Prepared) -> Staged:
+        """Names, shapes or dtypes change: made in memory, as far as it differs, and written as a new file."""
+        changed = set(prepared.changed)
+        state = {name: t.clone() if name in changed else t for name, t in self.served.state.items()}
         scratch = Served(self.served.version, state, dict(self.served.digests), self.served.root)
         reader.commit(scratch, prepared)
-        replace_durably(self.directory / WEIGHTS, encode_whole(scratch.state))
-        mapped_state, self._map = map_weights(self.directory / WEIGHTS)
-        self.served = Served(scratch.version, mapped_state, scratch.digests, scratch.root)
+        return stage_whole(self.directory, self.run_id, scratch)
 
-    def _recover(self, mark: Mark, journal: tuple[Overwrites, Mark] | None) -> None:
-        """The file is neither the version before nor certainly the one after: write everything again, then look."""
-        found = self.served.root
-        if journal is not None:
-            overwrites, mark_after = journal
-            if found != mark_after.root_digest and _in_place(self.served.state, overwrites):
-                apply(self.served.state, overwrites)
-                self._map.flush()
-                self.served.digests = tensor_digests(self.served.state)
-                found = root_digest(self.served.digests)
-            mark = mark_after
-        if found != mark.root_digest:
+    def _identify(self, mark: Mark | None, journal: tuple[Overwrites, Mark] | None) -> None:
+        """Find out which version the file is, after replaying the journal over it."""
+        served = self.served
+        leads_to = journal[1] if journal is not None else None
+        if journal is not None and served.root != journal[1].root_digest and _in_place(served.state, journal[0]):
+            apply(served.state, journal[0])
+            served.digests = tensor_digests(served.state)
+            served.root = root_digest(served.digests)
+        found = next((m for m in (leads_to, mark) if m is not None and m.root_digest == served.root), None)
+        if found is None:
+            said = leads_to or mark
+            assert said is not None
             raise IntegrityError(
-                f"{self.directory / WEIGHTS} is damaged: it should be version {mark.version} of run {mark.run_id!r} "
-                f"with root digest {mark.root_digest}, it has {found}",
+                f"{self.directory / WEIGHTS} is damaged: it should be version {said.version} of run {said.run_id!r} "
+                f"with root digest {said.root_digest}, it has {served.root}",
                 "delete the directory and fetch it again",
             )
-        self.run_id, self.served.version, self.served.root = mark.run_id, mark.version, found
-        _write_mark(self.directory, mark)
+        self.run_id, served.version = found.run_id, found.version
+        if found != mark:
+            replace_durably(self.directory / MARK, found.model_dump_json().encode())
+
+
+def stage_whole(directory: str | Path, run_id: str, served: Served) -> Staged:
+    """Write a whole state beside the copy in `directory`, if there is one; needs room for both.
+
+    Raises SprawlError when there is no room, or when the directory holds a model that is not a copy of ours.
+    """
+    directory = Path(directory)
+    mark = Mark(run_id=run_id, version=served.version, root_digest=served.root)
+    with _failures(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        _refuse_foreign(directory)
+    with _failures(directory), _all_or_nothing(directory):
+        write_beside(directory / WEIGHTS, weights_chunks(served.state))
+        write_beside(directory / MARK, [mark.model_dump_json().encode()])
+        replace_durably(directory / JOURNAL, *pack_overwrites(Overwrites(), mark.model_dump()))
+    return Staged(mark, None, dict(served.digests))
 
 
 def pull(reader: VersionReader, directory: str | Path, version: int) -> tuple[LocalCopy, Manifest, str | None]:
     """Bring the copy in `directory` to `version`, from what is there or from nothing.
 
     Returns the copy, the version's manifest, and why an unusable copy was thrown away, if one was. Raises BoardError
-    when the version is not on the board or the copy is newer, IntegrityError when the board is damaged.
+    when the version is not on the board or the copy is newer, IntegrityError when the board is damaged, SprawlError
+    when the directory cannot be written or somebody else uses it.
     """
     manifest = reader.require(version)
-    discarded = None
+    with hold(directory):
+        copy, discarded = _pull(reader, Path(directory), manifest)
+    return copy, manifest, discarded
+
+
+def _pull(reader: VersionReader, directory: Path, manifest: Manifest) -> tuple[LocalCopy, str | None]:
+    version, discarded = manifest.version, None
     try:
         copy = LocalCopy.open(directory)
     except IntegrityError as error:
@@ -178,7 +223,7 @@ def pull(reader: VersionReader, directory: str | Path, version: int) -> tuple[Lo
     if copy is not None and copy.run_id != reader.run_id:
         raise BoardError(f"{directory} holds a version of run {copy.run_id!r}", "choose another directory")
     if copy is None:
-        return LocalCopy.create(directory, reader.run_id, reader.materialise(version)), manifest, discarded
+        return LocalCopy.create(directory, reader.run_id, reader.materialise(version)), discarded
     if copy.served.version > version:
         raise BoardError(
             f"{directory} holds version {copy.served.version}, which is newer than {version}",
@@ -192,7 +237,12 @@ def pull(reader: VersionReader, directory: str | Path, version: int) -> tuple[Lo
             f"{manifest.root_digest} under this number: the version was published again",
             "delete the directory and fetch it again",
         )
-    return copy, manifest, discarded
+    return copy, discarded
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a file of this name belongs to the copy itself."""
+    return name in (MARK, JOURNAL) or ".safetensors" in name or name.startswith(".")
 
 
 def _in_place(state: State, overwrites: Overwrites) -> bool:
@@ -204,44 +254,73 @@ def _in_place(state: State, overwrites: Overwrites) -> bool:
     return all(same) and not any(name in state for name in overwrites.removed)
 
 
-def map_weights(path: Path) -> tuple[State, mmap.mmap]:
-    """Tensors that share memory with the file. Raises IntegrityError when it is not safetensors."""
-    with path.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0)
+def _bounded(state: State, overwrites: Overwrites) -> Overwrites:
+    """The same writes, in no more bytes than `state` has: a patch of most of a tensor is larger than the tensor."""
+    patches, whole = dict(overwrites.patches), dict(overwrites.whole)
+    for name, patch in overwrites.patches.items():
+        if patch.indices.nbytes + patch.values.nbytes > state_bytes({name: state[name]}):
+            result = {name: state[name].clone()}
+            apply(result, Overwrites({name: patches.pop(name)}))
+            whole |= result
+    return replace(overwrites, patches=patches, whole=whole)
+
+
+def _finish_exchange(directory: Path, leads_to: Mark) -> None:
+    """A whole new file is complete once its journal is there: one that is what the journal says takes its place."""
+    waiting = beside(directory / WEIGHTS)
+    if waiting.exists() and root_digest(tensor_digests(map_weights(waiting)[0])) == leads_to.root_digest:
+        exchange(directory / WEIGHTS)
+
+
+def _refuse_foreign(directory: Path) -> None:
+    known = (directory / MARK).exists() or (directory / JOURNAL).exists()
+    others = [file.name for file in directory.glob("[!.]*.safetensors*") if file.name != WEIGHTS or not known]
+    if others:
+        raise SprawlError(f"{directory} already holds {others[0]}", "choose an empty directory")
+
+
+def _clean(directory: Path) -> None:
+    """Delete the journal and what was never exchanged."""
+    left = [path for name in (WEIGHTS, MARK, JOURNAL) if (path := beside(directory / name)).exists()]
+    left += [path for path in (directory / JOURNAL,) if path.exists()]
+    for path in left:
+        path.unlink()
+    if left:
+        sync_directory(directory)
+
+
+@contextmanager
+def _all_or_nothing(directory: Path) -> Iterator[None]:
+    """What could not be staged completely gives its room on the disk back."""
     try:
-        (size,) = struct.unpack("<Q", mapped[:8])
-        header: dict[str, Any] = json.loads(mapped[8 : 8 + size])
-        header.pop("__metadata__", None)
-        return {name: _view(mapped, 8 + size, form) for name, form in header.items()}, mapped
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise IntegrityError(f"{path} is not valid safetensors: {error}") from None
+        yield
+    except BaseException:
+        with suppress(OSError):
+            _clean(directory)
+        raise
 
 
-def _view(mapped: mmap.mmap, start: int, form: dict[str, Any]) -> torch.Tensor:
-    dtype = _DTYPES[form["dtype"]]
-    begin, end = form["data_offsets"]
-    if begin == end:
-        return torch.empty(form["shape"], dtype=dtype)
-    count = (end - begin) // dtype.itemsize
-    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin).reshape(form["shape"])
+@contextmanager
+def _failures(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fix = "free some room there: a checkpoint needs up to twice its size" if error.errno in _NO_ROOM else None
+        raise SprawlError(f"cannot write {directory}: {error.strerror or error}", fix) from None
 
 
 def _read_mark(path: Path) -> Mark | None:
     try:
         return Mark.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValidationError) as error:
         raise IntegrityError(f"{path} is not readable: {error}", "delete the directory and fetch it again") from None
-
-
-def _write_mark(directory: Path, mark: Mark) -> None:
-    replace_durably(directory / MARK, mark.model_dump_json().encode())
 
 
 def _read_journal(path: Path) -> tuple[Overwrites, Mark] | None:
     try:
         overwrites, note = unpack_overwrites(path.read_bytes(), str(path))
         return overwrites, Mark.model_validate(note)
-    except (FileNotFoundError, IntegrityError, ValidationError):
+    except (FileNotFoundError, NotADirectoryError, IntegrityError, ValidationError):
         return None

@@ -117,6 +117,16 @@ class Manifest(BaseModel):
         """The blobs of a role: one a writer."""
         return [blob for blob in self.blobs if blob.role == role]
 
+    def file_blobs(self) -> dict[str, BlobEntry]:
+        """The blob of every file of a keyframe. Raises IntegrityError when one has a name that leads elsewhere."""
+        entries = {blob.digest: blob for blob in self.blobs if blob.role == FILE}
+        for name, digest in self.files.items():
+            if name != name.rpartition("/")[2].lstrip(".") or not name:
+                raise IntegrityError(f"version {self.version} names {name!r}, which is not the name of a file")
+            if digest not in entries:
+                raise IntegrityError(f"version {self.version} names {name!r}, but has no blob of it")
+        return {name: entries[digest] for name, digest in self.files.items()}
+
     def bytes_of(self, role: str) -> int:
         """Bytes of all blobs of a role."""
         return sum(blob.size for blob in self.parts(role))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 
 from blake3 import blake3
 
 from sprawl.board import keys, routes
-from sprawl.board.manifest import DELTA, FILE, KEYFRAME, BlobEntry, Manifest
+from sprawl.board.manifest import DELTA, KEYFRAME, BlobEntry, Manifest
 from sprawl.board.merged import MergedRecord
 from sprawl.board.signing import Trust
 from sprawl.board.store import MissingKey, Store
@@ -100,11 +101,7 @@ class VersionReader:
     def files_of(self, manifest: Manifest) -> dict[str, bytes]:
         """The files that go with a version: those of its keyframe. Raises BoardError when that is gone."""
         keyframe = self.require(manifest.keyframe_version)
-        entries = {blob.digest: blob for blob in keyframe.blobs if blob.role == FILE}
-        for name in keyframe.files:
-            if name != name.rpartition("/")[2].lstrip(".") or not name:
-                raise IntegrityError(f"version {keyframe.version} names {name!r}, which is not the name of a file")
-        return {name: self.blob(keyframe.version, entries[digest]) for name, digest in keyframe.files.items()}
+        return {name: self.blob(keyframe.version, entry) for name, entry in keyframe.file_blobs().items()}
 
     def blob(self, version: int, entry: BlobEntry) -> bytes:
         """A blob's bytes. Raises IntegrityError naming it when they are not what the manifest promised."""
@@ -294,9 +291,14 @@ class VersionReader:
                 return self.prepare_merged(served, route.hops[0].record)
             except (MissingKey, IntegrityError):
                 pass  # the routes without it are left
-        copy = Served(served.version, clone_state(served.state), dict(served.digests), served.root)
         steps: list[Overwrites] = []
-        target = self._travel(copy, version, steps)
+        copy, target = None, None
+        if route.hops[0].kind == KEYFRAME:  # a copy would only be thrown away
+            with suppress(MissingKey, BoardError, IntegrityError):  # the deltas are left
+                target = self._travel(None, version, [])
+        if target is None:
+            copy = Served(served.version, clone_state(served.state), dict(served.digests), served.root)
+            target = self._travel(copy, version, steps)
         if steps and target is copy:
             overwrites = compose(steps)
         else:

@@ -155,7 +155,9 @@ class FireRecord(Record):
 class EventRecord(Record):
     """metrics/events/<name>: start, resume, island lost, violation ..."""
 
-    kind: str = Field(description="start, resume, finish, island_lost, anchor_lost, island_report, verify, violation")
+    kind: str = Field(
+        description="start, resume, finish, island_lost, anchor_lost, island_report, client_report, verify, violation"
+    )
     at: float
     step: int
     message: str

@@ -26,10 +26,10 @@ def pull(url: str, run_id: str, directory: str, version: int | None, trusted: st
     """
     from sprawl.board.ledger import resolve_run
     from sprawl.board.local_copy import pull as bring
+    from sprawl.board.local_files import fetch_files
     from sprawl.board.reader import VersionReader
     from sprawl.board.signing import trust_from
     from sprawl.board.store import open_store
-    from sprawl.delta.files import write_atomically
     from sprawl.errors import BoardError
 
     store = open_store(url)
@@ -39,8 +39,7 @@ def pull(url: str, run_id: str, directory: str, version: int | None, trusted: st
     if version is None:
         raise BoardError(f"run {run_id!r} on board {store.url} has published no version")
     copy, manifest, discarded = bring(reader, directory, version)
-    for name, data in reader.files_of(manifest).items():
-        write_atomically(copy.directory / name, data)
+    fetch_files(reader, copy.directory, manifest)
     if discarded is not None:
         click.echo(f"thrown away: {discarded}", err=True)
     click.echo(f"{directory}: version {version} of {run_id}, root digest {manifest.root_digest}")

@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-from sprawl.errors import SprawlError
-
 _OPTIONS = [
     click.option("--board", default="runs", envvar="SPRAWL_BOARD", show_default=True, show_envvar=True,
                  help="Board directory or URL."),
@@ -19,6 +17,8 @@ _OPTIONS = [
     click.option("--island-id", default=None, help="Name in responses and on the board; default: a random one."),
     click.option("--host", default="127.0.0.1", show_default=True,
                  help="Address to listen on. Outside loopback SPRAWL_TOKEN must be set; if set, requests need it."),
+    click.option("--insecure", is_flag=True,
+                 help="Listen outside loopback without a token: anyone who reaches the port can use the model."),
     click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True,
                  help="Port to listen on; 0 takes a free one and prints it."),
     click.option("--advertise-url", default=None,
@@ -29,14 +29,24 @@ _OPTIONS = [
                  help="in_place: requests in flight continue with the new weights; quiesce: they finish first."),
     click.option("--max-wait", "max_wait_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
                  help="Seconds a request may wait for its version before it gets a 409."),
+    click.option("--max-requests", type=click.IntRange(min=1), default=256, show_default=True,
+                 help="Requests held at once, waiting ones included; more get a 503 with Retry-After."),
+    click.option("--engine", default=None,
+                 help="torch: inside this process; vllm: a vLLM server of its own. Default: the run's rollout.engine."),
+    click.option("--engine-args", default="", metavar="ARGS",
+                 help='More of the engine\'s own command line, for example "--tensor-parallel-size 2".'),
+    click.option("--cache", type=click.Path(file_okay=False), default=None, envvar="SPRAWL_CACHE", show_envvar=True,
+                 help="Directory of this island alone where it keeps the checkpoint it serves and finds it after a "
+                      "restart; needs room for twice the checkpoint. Default: in memory; for an engine that reads "
+                      "files .sprawl/islands/RUN/ID with --island-id, else a temporary one."),
+    click.option("--follow-latest-run", is_flag=True,
+                 help="Go over to a newer run on the board as soon as it has a version."),
     click.option("--threads", type=click.IntRange(min=1), default=None,
                  help="Threads of the engine. Default: the run's threads.island."),
     click.option("--compute-dtype", type=click.Choice(["float32", "bfloat16"]), default=None,
                  help="Matmul dtype. Default: the run's rollout.compute_dtype."),
-    click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False), default=None,
-                 help="Certificate (PEM): serve https."),
-    click.option("--tls-key", type=click.Path(exists=True, dir_okay=False), default=None,
-                 help="Its private key (PEM)."),
+    click.option("--tls-cert", default=None, metavar="FILE", help="Certificate (PEM): serve https."),
+    click.option("--tls-key", default=None, metavar="FILE", help="Its private key (PEM)."),
     click.option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends."),
 ]  # fmt: skip
 
@@ -61,6 +71,8 @@ def island(**options: Any) -> None:
       sprawl island
     On another machine, against a board in object storage:
       SPRAWL_TOKEN=... sprawl island --board s3://bucket/runs --run-id RUN --host 10.0.0.7 --port 8300
+    With vLLM as its engine:
+      sprawl island --engine vllm --engine-args "--max-num-seqs 64"
     What it serves:
       sprawl sidecar --help
     """
@@ -83,16 +95,22 @@ def sidecar(**options: Any) -> None:
     Ask for a version or newer (waits up to --max-wait, else 409):
       curl -s localhost:8300/generate -H 'Content-Type: application/json' \\
         -d '{"text": "12+34=", "sampling_params": {"n": 4}, "weight_version": {"min_version": 10}}'
+    The same as a stream, each token with its version:
+      curl -sN localhost:8300/generate -H 'Content-Type: application/json' \\
+        -d '{"text": "12+34=", "stream": true}'
+    With the openai package:
+      OpenAI(base_url="http://localhost:8300/v1", api_key=TOKEN).completions.create(
+          model="any", prompt="12+34=", extra_body={"weight_version": {"exact_version": 10}})
     Look inside:
       curl -s localhost:8300/server_info
       curl -s localhost:8300/metrics
+    For other machines (requests then need `Authorization: Bearer $SPRAWL_TOKEN`):
+      SPRAWL_TOKEN=... sprawl sidecar --host 10.0.0.7 --port 8300 --tls-cert cert.pem --tls-key key.pem
     """
     _run(options, registered=False)
 
 
 def _run(options: dict[str, Any], *, registered: bool) -> None:
-    if (options["tls_cert"] is None) != (options["tls_key"] is None):
-        raise SprawlError("--tls-cert and --tls-key belong together", "give both or none")
     from sprawl.rollout.listen import IslandSettings, bind
 
     parent = os.getppid()

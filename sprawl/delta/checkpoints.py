@@ -21,7 +21,7 @@ from sprawl.errors import SprawlError
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # safetensors' own limit
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -148,7 +148,7 @@ class Checkpoint:
                 key=lambda place: (place[0], place[1]),
             )
             for offset, name, entry in places:
-                form = Form(_DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"]))
+                form = Form(DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"]))
                 end = 8 + length + entry["data_offsets"][1]
                 if end > total or end - offset != form.elements * form.dtype.itemsize:
                     raise ValueError(f"tensor {name!r} lies outside the file")

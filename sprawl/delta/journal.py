@@ -24,21 +24,31 @@ MAGIC = b"SPRWLJNL"
 _PREFIX = len(MAGIC) + 32
 
 
-def pack_overwrites(overwrites: Overwrites, note: dict[str, Any]) -> bytes:
-    """Bytes of `overwrites` with the JSON-able `note` beside them."""
-    parts: list[bytes] = []
+def pack_overwrites(overwrites: Overwrites, note: dict[str, Any]) -> list[bytes | memoryview]:
+    """The journal of `overwrites` with the JSON-able `note` beside them, in pieces to be written one after the other.
+
+    Most of them are views of `overwrites`: a journal needs no memory of its own.
+    """
+    parts: list[bytes | memoryview] = []
     patches = []
     for name, patch in overwrites.patches.items():
         patches.append([name, int(patch.indices.size), patch.indices.dtype.str, patch.values.dtype.str])
-        parts += [patch.indices.tobytes(), patch.values.tobytes()]
+        parts += [_bytes(patch.indices), _bytes(patch.values)]
     whole = []
     for name, tensor in overwrites.whole.items():
         whole.append([name, dtype_name(tensor.dtype), list(tensor.shape)])
-        parts.append(raw_bytes(tensor).tobytes())
+        parts.append(raw_bytes(tensor).data)
     header = {"note": note, "patches": patches, "whole": whole, "removed": overwrites.removed}
     text = json.dumps(header, separators=(",", ":")).encode()
-    body = b"".join([struct.pack("<I", len(text)), text, *parts])
-    return MAGIC + blake3(body).digest() + body
+    body = [struct.pack("<I", len(text)) + text, *parts]
+    hasher = blake3()
+    for part in body:
+        hasher.update(part)
+    return [MAGIC + hasher.digest(), *body]
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def unpack_overwrites(blob: bytes, name: str) -> tuple[Overwrites, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,29 +19,13 @@ from sprawl.errors import IntegrityError
 from sprawl.policy.architecture import Architecture
 
 
-class KvCache:
-    """Keys and values of `rows` sequences of equal length, preallocated for `max_length` positions.
+class RowAttention(Protocol):
+    """Attention over rows that belong to sequences of their own, each at its own position: who implements it knows
+    which, and keeps what is behind them."""
 
-    keys/values: one tensor a layer, [rows, kv_heads, max_length, head_dim]. `length` positions are filled.
-    """
-
-    def __init__(self, arch: Architecture, rows: int, max_length: int, dtype: torch.dtype) -> None:
-        shape = (rows, arch.kv_heads, max_length, arch.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(arch.layers)]
-        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(arch.layers)]
-        self.length = 0
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store T new positions of one layer and return views of everything stored up to them."""
-        end = self.length + key.shape[2]
-        self.keys[layer][:, :, self.length : end] = key
-        self.values[layer][:, :, self.length : end] = value
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
-
-    def expand(self, rows: int) -> None:
-        """Turn a cache of one row into `rows` copies of it: a prompt is read once, then sampled n times."""
-        self.keys = [tensor.repeat(rows, 1, 1, 1) for tensor in self.keys]
-        self.values = [tensor.repeat(rows, 1, 1, 1) for tensor in self.values]
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[rows, heads, head_dim] and two of [rows, kv_heads, head_dim], before the rotary embedding ->
+        [rows, heads, head_dim]."""
 
 
 @dataclass(frozen=True)
@@ -81,27 +66,27 @@ class Attention(nn.Module):
             self.q_norm = RmsNorm(arch.head_dim, arch.norm_eps)
             self.k_norm = RmsNorm(arch.head_dim, arch.norm_eps)
 
-    def forward(self, x: Tensor, rotary: Rotary, layer: int, cache: KvCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         rows, length, _ = x.shape
-        shape = (rows, length, -1, self.arch.head_dim)
-        query, key, value = (proj(x).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.arch.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        query, key, value = (tensor.transpose(1, 2) for tensor in self._project(x))
         query, key = rotary.apply(query), rotary.apply(key)
-        past = cache.length if cache is not None else 0
-        if cache is not None:
-            key, value = cache.append(layer, key, value)
         groups = self.arch.heads // self.arch.kv_heads
         if groups > 1:
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-        if past and length > 1:
-            # New positions see the whole past and, among themselves, only what came before.
-            mask = torch.ones(length, past + length, dtype=torch.bool).tril(past)
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        else:
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1)
         return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
+
+    def run_rows(self, x: Tensor, layer: int, attention: RowAttention) -> Tensor:
+        """[rows, H] -> [rows, H]."""
+        return self.o_proj(attention(layer, *self._project(x)).flatten(1))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., H] -> query [..., heads, head_dim], key and value [..., kv_heads, head_dim]."""
+        shape = (*x.shape[:-1], -1, self.arch.head_dim)
+        query, key, value = (proj(x).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.arch.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query, key, value
 
 
 class Mlp(nn.Module):
@@ -123,8 +108,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RmsNorm(arch.hidden, arch.norm_eps)
         self.mlp = Mlp(arch)
 
-    def forward(self, x: Tensor, rotary: Rotary, index: int, cache: KvCache | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, index, cache)
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def run_rows(self, x: Tensor, index: int, attention: RowAttention) -> Tensor:
+        """[rows, H] -> [rows, H]."""
+        x = x + self.self_attn.run_rows(self.input_layernorm(x), index, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -165,10 +155,18 @@ class Decoder(nn.Module):
         """[B, T] int64 -> [B, T, H]."""
         return self.model.embed_tokens(input_ids)
 
-    def run_layers(self, x: Tensor, layers: range, rotary: Rotary, cache: KvCache | None = None) -> Tensor:
+    def run_layers(self, x: Tensor, layers: range, rotary: Rotary) -> Tensor:
         """Apply a slice of the layers to [B, T, H]."""
         for index in layers:
-            x = self.model.layers[index](x, rotary, index, cache)
+            x = self.model.layers[index](x, rotary)
+        return x
+
+    def run_rows(self, input_ids: Tensor, attention: RowAttention) -> Tensor:
+        """One token of each of [rows] int64, of whatever sequences -> what goes into `head`, [rows, H]."""
+        x = self.embed(input_ids)
+        for index, layer in enumerate(self.model.layers):
+            assert isinstance(layer, Layer)
+            x = layer.run_rows(x, index, attention)
         return x
 
     def head(self, x: Tensor) -> Tensor:
@@ -177,31 +175,22 @@ class Decoder(nn.Module):
         weight = self.model.embed_tokens.weight if self.arch.tied else self.lm_head.weight
         return F.linear(x, weight).float()
 
-    def forward(self, input_ids: Tensor, cache: KvCache | None = None, *, last_only: bool = False) -> Tensor:
-        """[B, T] int64 -> fp32 logits [B, T, V]. With a cache the T positions are appended to it.
-
-        `last_only` gives the last position's logits, [B, V]: the head is the largest matrix of a small model.
-        """
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[B, T] int64 -> fp32 logits [B, T, V]."""
         x = self.embed(input_ids)
-        rotary = self.rotary(cache.length if cache is not None else 0, input_ids.shape[1], x.dtype)
-        x = self.run_layers(x, range(self.arch.layers), rotary, cache)
-        if cache is not None:
-            cache.length += input_ids.shape[1]
-        return self.head(x[:, -1] if last_only else x)
+        rotary = self.rotary(0, input_ids.shape[1], x.dtype)
+        return self.head(self.run_layers(x, range(self.arch.layers), rotary))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by checkpoint name."""
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
-
-    def new_cache(self, rows: int, max_length: int) -> KvCache:
-        return KvCache(self.arch, rows, max_length, self.dtype)
 
     @torch.no_grad()
     def load_served(self, state: Mapping[str, Tensor], compute_dtype: torch.dtype) -> None:
         """Take the weights of a served view, converted to `compute_dtype` (bf16 -> fp32 is exact).
 
         Values are copied, so later changes of `state` are not seen. Raises IntegrityError when a name is missing,
-        unknown, or has another shape.
+        unknown, or has another shape; nothing was taken then.
         """
         self.to(compute_dtype)
         parameters = dict(self.named_parameters())
@@ -214,4 +203,5 @@ class Decoder(nn.Module):
         for name, parameter in parameters.items():
             if parameter.shape != state[name].shape:
                 raise IntegrityError(f"{name}: shape {tuple(state[name].shape)}, model has {tuple(parameter.shape)}")
+        for name, parameter in parameters.items():
             parameter.copy_(state[name])

@@ -1,6 +1,6 @@
 """Problem sets: prompts plus rule-based verifiers."""
 
-from sprawl.problems.base import Problem, ProblemSet, response_text
+from sprawl.problems.base import Problem, ProblemSet, ToolProblemSet, response_text
 from sprawl.problems.registry import load_problem_set
 
-__all__ = ["Problem", "ProblemSet", "load_problem_set", "response_text"]
+__all__ = ["Problem", "ProblemSet", "ToolProblemSet", "load_problem_set", "response_text"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,22 @@ class ProblemSet(Protocol):
 
     def score(self, problem: Problem, response: str) -> float:
         """0.0 to 1.0 for a response decoded without EOS. Exact, and never raises whatever the response is."""
+
+
+@runtime_checkable
+class ToolProblemSet(ProblemSet, Protocol):
+    """A problem set whose problems take several turns: what the policy writes may be answered by a tool.
+
+    `score` is given the policy's last turn. `stop` strings end a turn.
+    """
+
+    @property
+    def max_turns(self) -> int:
+        """Turns of the policy after which an episode ends."""
+
+    def reply(self, problem: Problem, turns: Sequence[str]) -> str | None:
+        """What the policy reads after its turns so far; None ends the episode. Depends on its arguments only, and
+        never raises whatever the turns are."""
 
 
 class Decoding(Protocol):

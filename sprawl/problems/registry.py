@@ -13,11 +13,13 @@ from sprawl.errors import ConfigError
 from sprawl.problems.addition import Addition, AdditionParams
 from sprawl.problems.arithmetic import Arithmetic, ArithmeticParams
 from sprawl.problems.base import ProblemSet
+from sprawl.problems.calculator import Calculator, CalculatorParams
 
 # name -> (model of problems.params, constructor of (seed, params))
 KNOWN: dict[str, tuple[type[Section], Callable[[int, Any], ProblemSet]]] = {
     Addition.name: (AdditionParams, Addition),
     Arithmetic.name: (ArithmeticParams, Arithmetic),
+    Calculator.name: (CalculatorParams, Calculator),
 }
 
 

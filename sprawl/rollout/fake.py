@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
-from sprawl.rollout.engine import EngineError, EngineLimits, Watch
+from sprawl.rollout.engine import EngineError, EngineLimits, Trouble, Watch
 from sprawl.rollout.rows import Row
 from sprawl.rollout.wire import Sample, SamplingParams
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 class FakeEngine:
     """See `sprawl.rollout.engine.Engine`. Version v generates the token v, every `token_s` seconds, in all rows.
 
-    `calls` holds the name of every port call in order, with the version for load and swap.
+    `calls` holds the name of every port call in order, with the version for load and swap. A swap to a version in
+    `refuses` fails and changes nothing.
     """
 
     def __init__(self, *, token_s: float = 0.0, vocab_size: int = 1000, max_length: int = 4096) -> None:
         self.limits = EngineLimits(vocab_size, max_length, 1 << 20)
         self.calls: list[tuple[Any, ...]] = []
+        self.refuses: set[int] = set()
+        self.failing: Trouble | None = None
         self.cancelled = 0
         self.active = 0
         self.version: int | None = None
@@ -35,6 +38,7 @@ class FakeEngine:
     async def load(self, served: Served) -> None:
         self.calls.append(("load", served.version))
         self.version = served.version
+        self._running.set()
 
     async def generate(
         self, input_ids: Sequence[int], params: SamplingParams, watch: Watch | None = None
@@ -60,6 +64,10 @@ class FakeEngine:
             self.active -= 1
         return [row.sample() for row in rows]
 
+    @property
+    def watched_version(self) -> int | None:
+        return self.version
+
     async def pause(self) -> None:
         self.calls.append(("pause",))
         self._running.clear()
@@ -69,11 +77,16 @@ class FakeEngine:
             raise RuntimeError("swap without pause")
         self.calls.append(("swap", served.version, frozenset(changed)))
         await asyncio.sleep(self._token_s)
+        if served.version in self.refuses:
+            raise EngineError(f"version {served.version} was refused")
         self.version = served.version
 
     async def resume(self) -> None:
         self.calls.append(("resume",))
         self._running.set()
+
+    def trouble(self) -> Trouble | None:
+        return self.failing
 
     def info(self) -> dict[str, Any]:
         return {"kind": "fake", "version": self.version}

@@ -1,31 +1,21 @@
 """The admission gate: one lock for requests and version changes, so that a request is attributed to the version that
 really generated it.
 
-`GateState` is the pure state machine; every method is one atomic transition. `Gate` adds waiting. A commit goes
-propose -> (wait until `may_commit`) -> begin -> install -> finish; between begin and finish nothing is admitted.
-
-- `in_place`: a request that accepts both versions is admitted at once and is carried over the swap; only requests that
-  accept the old version alone hold the commit back.
-- `quiesce`: every active request holds the commit back, so a request that also accepts the new version waits for it.
-
-Requests that need exactly the old version are still admitted while a commit waits, for `patience_s` seconds at most;
-after that they are refused (retryable), so that no stream of them can starve a version.
+`GateState` (see `sprawl.rollout.gate_state`) decides, purely; `Gate` adds waiting. It belongs to one event loop, and no
+transition awaits anything: that is the lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Literal
 
+from sprawl.rollout.gate_state import CommitMode, GateState, Rewind, Ticket, Verdict, refusal
 from sprawl.rollout.wire import NotReady, VersionPolicy
 
-CommitMode = Literal["in_place", "quiesce"]
-Verdict = Literal["admit", "wait", "passed", "held", "closed"]
+__all__ = ["CommitMode", "CommitUndone", "Gate", "GateClosed", "GateState", "Refused", "Rewind", "Ticket", "Verdict"]
 
 
 class Refused(Exception):
@@ -40,85 +30,20 @@ class GateClosed(Exception):
     """Nothing is served any more (terminal failure or draining) or nothing is served yet: 503."""
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """Leave to generate. `version` is the one applied at admission; a swap during generation may raise it."""
-
-    number: int
-    policy: VersionPolicy
-    version: int
-
-
-@dataclass
-class GateState:
-    """Pure: who is active, which version is applied, which one waits to be."""
-
-    mode: CommitMode
-    version: int | None = None
-    pending: int | None = None
-    committing: bool = False
-    overdue: bool = False
-    closed: str | None = None
-    active: dict[int, VersionPolicy] = field(default_factory=dict)
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
-
-    def verdict(self, policy: VersionPolicy) -> Verdict:
-        if self.closed is not None:
-            return "closed"
-        if self.committing or self.version is None or self.version < policy.lowest:
-            return "wait"
-        if not policy.accepts(self.version):
-            return "passed"
-        if self.pending is not None:
-            accepts_both = policy.accepts(self.pending)
-            if accepts_both and self.mode == "quiesce":
-                return "wait"
-            if not accepts_both and self.overdue:
-                return "held"
-        return "admit"
-
-    def admit(self, policy: VersionPolicy) -> Ticket:
-        assert self.version is not None
-        assert self.verdict(policy) == "admit"
-        ticket = Ticket(next(self._numbers), policy, self.version)
-        self.active[ticket.number] = policy
-        return ticket
-
-    def leave(self, ticket: Ticket) -> None:
-        self.active.pop(ticket.number, None)
-
-    def propose(self, version: int) -> None:
-        if self.pending is not None:
-            raise RuntimeError(f"version {self.pending} is already waiting to be committed")
-        self.pending, self.overdue = version, False
-
-    def may_commit(self) -> bool:
-        if self.pending is None:
-            return False
-        if self.mode == "quiesce":
-            return not self.active
-        return all(policy.accepts(self.pending) for policy in self.active.values())
-
-    def begin(self) -> None:
-        assert self.may_commit()
-        self.committing = True
-
-    def finish(self) -> None:
-        assert self.committing
-        assert self.pending is not None
-        self.version = self.pending
-        self.committing = False
-        self.withdraw()
-
-    def withdraw(self) -> None:
-        self.pending, self.overdue = None, False
+class CommitUndone(Exception):
+    """A commit failed and everything is as it was before: the old version is served on."""
 
 
 class Gate:
-    """The state machine with waiting. Belongs to one event loop. `wake` is set whenever a request starts to wait."""
+    """The state machine with waiting. `wake` is set whenever a request starts to wait.
 
-    def __init__(self, mode: CommitMode, wake: asyncio.Event, *, patience_s: float = 30.0) -> None:
-        self.state = GateState(mode)
+    `patience_s`: how long requests for exactly the old version are still admitted while a commit waits for them.
+    """
+
+    def __init__(
+        self, mode: CommitMode, wake: asyncio.Event, *, patience_s: float = 30.0, run_id: str | None = None
+    ) -> None:
+        self.state = GateState(mode, run_id=run_id)
         self.wake = wake
         self.patience_s = patience_s
         self._waiting: dict[int, VersionPolicy] = {}
@@ -128,6 +53,11 @@ class Gate:
     @property
     def version(self) -> int | None:
         return self.state.version
+
+    @property
+    def run_id(self) -> str | None:
+        """The run whose version is in service."""
+        return self.state.run_id
 
     @property
     def active(self) -> int:
@@ -154,22 +84,22 @@ class Gate:
     async def commit(self, version: int, install: Callable[[], Awaitable[None]]) -> None:
         """Wait until every active request lets `version` in, then run `install` with admission shut.
 
-        An exception of `install` closes the gate for good: what it left behind is not known.
+        Raises Rewind when `version` does not come after the one in service, and GateClosed. An exception of `install`
+        closes the gate for good: what it left behind is not known. Only CommitUndone says that it is, and leaves the
+        gate open at the old version.
         """
         self.state.propose(version)
-        self._notify()
-        try:
-            await self._until_free(time.monotonic() + self.patience_s)
-            self.state.begin()
-            try:
-                await install()
-            except BaseException as error:
-                self.close(f"version {version} could not be put into service: {error}")
-                raise
-            self.state.finish()
-        finally:
-            self.state.withdraw()
-            self._notify()
+        await self._carry_out(install)
+
+    async def switch(self, run_id: str, version: int, install: Callable[[], Awaitable[None]]) -> None:
+        """Go over to `version` of `run_id`, which may be any: numbers start anew in another run.
+
+        Admission shuts at once, every request in flight is drained, then `install` runs as in `commit`. Requests that
+        named versions of the run left behind are refused (retryable), open ones are served by the new run. The run
+        that is in service already is an ordinary `commit`.
+        """
+        self.state.propose(version, run_id)
+        await self._carry_out(install)
 
     def close(self, reason: str) -> None:
         """Admit nothing any more. The first reason stands."""
@@ -181,22 +111,42 @@ class Gate:
         while self.state.active:
             await self._next(None)
 
+    async def _carry_out(self, install: Callable[[], Awaitable[None]]) -> None:
+        self._notify()
+        try:
+            await self._until_free(self._now() + self.patience_s)
+            version = self.state.pending
+            self.state.begin()
+            try:
+                await install()
+            except CommitUndone:
+                self.state.abandon()
+                raise
+            except BaseException as error:
+                self.state.fail(f"version {version} could not be put into service: {error}")
+                raise
+            self.state.finish()
+        finally:
+            self.state.withdraw()
+            self._notify()
+
     async def _enter(self, policy: VersionPolicy, timeout_s: float) -> Ticket:
-        deadline = time.monotonic() + timeout_s
+        deadline = self._now() + timeout_s
+        epoch = self.state.epoch
         number = next(self._numbers)
         try:
             while True:
-                verdict = self.state.verdict(policy)
+                verdict = self.state.verdict(policy, epoch)
                 if verdict == "admit":
                     return self.state.admit(policy)
                 if verdict == "closed":
                     raise GateClosed(self.state.closed)
                 if verdict != "wait":
-                    raise Refused(_refusal(verdict, policy, self.state.version))
-                if time.monotonic() >= deadline:
-                    if policy == VersionPolicy():
-                        raise GateClosed("no version is in service yet")
-                    raise Refused(_refusal(verdict, policy, self.state.version))
+                    raise Refused(refusal(self.state, verdict, policy))
+                if self._now() >= deadline:
+                    if policy.open:
+                        raise GateClosed(self._why_nothing())
+                    raise Refused(refusal(self.state, verdict, policy))
                 if number not in self._waiting:
                     self._waiting[number] = policy
                     self.wake.set()
@@ -204,17 +154,24 @@ class Gate:
         finally:
             self._waiting.pop(number, None)
 
+    def _why_nothing(self) -> str:
+        if self.state.version is None:
+            return "no version is in service yet"
+        return f"version {self.state.pending} is being put into service"
+
     async def _until_free(self, overdue_at: float) -> None:
-        while not self.state.may_commit():
+        while True:
             if self.state.closed is not None:
                 raise GateClosed(self.state.closed)
+            if self.state.may_commit():
+                return
             await self._next(None if self.state.overdue else overdue_at)
-            if time.monotonic() >= overdue_at:
+            if self._now() >= overdue_at:
                 self.state.overdue = True
 
     async def _next(self, deadline: float | None) -> None:
-        """Sleep until the state changed or the deadline passed."""
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        """Sleep until the state changed or the deadline (of the loop's clock) passed."""
+        timeout = None if deadline is None else max(0.0, deadline - self._now())
         with suppress(TimeoutError):
             # Not wait_for: in Python 3.11 it swallows a cancellation that meets a wake-up.
             async with asyncio.timeout(timeout):
@@ -224,18 +181,6 @@ class Gate:
         self._changed.set()
         self._changed = asyncio.Event()
 
-
-def _refusal(verdict: Verdict, policy: VersionPolicy, applied: int | None) -> NotReady:
-    if verdict == "passed":
-        target = policy.highest
-        assert target is not None
-        message = f"version {target} was already passed: this island serves {applied} and never goes back"
-        return NotReady(target_version=target, applied=applied, message=message, retryable=False)
-    if verdict == "held":
-        target = policy.lowest
-        message = f"version {applied} is being replaced: requests for it alone are no longer admitted here"
-        return NotReady(target_version=target, applied=applied, message=message, retryable=True)
-    target = policy.lowest
-    now = "nothing yet" if applied is None else f"version {applied}"
-    message = f"version {target} did not arrive in time: this island serves {now}"
-    return NotReady(target_version=target, applied=applied, message=message, retryable=True)
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

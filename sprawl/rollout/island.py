@@ -15,12 +15,10 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
-
-import torch
-import uvicorn
 
 from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
@@ -28,13 +26,15 @@ from sprawl.board.records import IslandRecord, RunRecord
 from sprawl.board.signing import environment_trust
 from sprawl.board.store import open_store
 from sprawl.errors import BoardError, SprawlError
-from sprawl.policy.tokenizer import Tokenizer
+from sprawl.rollout.assembly import Parts, assemble
+from sprawl.rollout.engines import work_directory
 from sprawl.rollout.gate import Gate
 from sprawl.rollout.listen import IslandSettings, base_url
-from sprawl.rollout.reconciler import Follow, Reconciler
+from sprawl.rollout.reconciler import Reconciler, Takeover
+from sprawl.rollout.runs import RunWatcher
+from sprawl.rollout.server import Server
 from sprawl.rollout.service import Service
 from sprawl.rollout.sidecar import build_app
-from sprawl.rollout.torch_engine import TorchEngine
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ HEARTBEAT_S = 2.0
 LOOK_S = 0.2  # how often a change of state is noticed and written at once
 DRAIN_S = 30.0
 LINGER_S = 5.0
+RUN_LOOK_S = 5.0  # how often newer runs are looked for: a listing of the board
 FAILED = 3
 
 
@@ -56,17 +57,11 @@ def run_island(settings: IslandSettings, listener: socket.socket, parent: int, s
         ledger = Ledger(store, run_id)
         reader = VersionReader(store, run_id, trust=environment_trust())
         island = Island(settings, ledger, ledger.run(), reader, listener, say)
-        return asyncio.run(island.run(parent))
+        with work_directory(settings, run_id) as directory:
+            island.work_dir = directory
+            return asyncio.run(island.run(parent))
     finally:
         listener.close()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: draining comes before closing."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass
@@ -82,11 +77,14 @@ class Island:
     started_at: float = field(default_factory=time.time)
     service: Service | None = None
     draining: bool = False
+    work_dir: Path = field(default_factory=Path)
 
     def __post_init__(self) -> None:
         self.island_id = self.settings.island_id or f"island-{secrets.token_hex(3)}"
         self.url = base_url(self.settings, self.listener)
         self._stop = asyncio.Event()
+        self._parts: Parts | None = None
+        self._left: list[Ledger] = []  # of runs that this island is still registered with
 
     async def run(self, parent: int) -> int:
         self._catch_signals()
@@ -121,34 +119,41 @@ class Island:
         return False
 
     async def _assemble(self) -> Service:
-        rollout = self.record.config.get("rollout", {})
         settings = self.settings
-        torch.set_num_threads(settings.threads or self.record.config.get("threads", {}).get("island", 1))
-        files = await asyncio.to_thread(self.reader.files)
-        tokenizer = Tokenizer.from_files(files)
-        dtype = settings.compute_dtype or rollout.get("compute_dtype", "float32")
-        engine = await asyncio.to_thread(TorchEngine.from_files, files, tokenizer, compute_dtype=dtype)
+        parts = await asyncio.to_thread(assemble, settings, self.record, self.reader, self.work_dir, own=True)
         wake = asyncio.Event()
-        gate = Gate(settings.commit_mode, wake)
-        follow: Follow = settings.follow or rollout.get("follow", "eager")
-        poll_s = 1.0 if _is_remote(settings.board) else 0.2
-        reconciler = Reconciler(self.reader, engine, gate, follow=follow, wake=wake, poll_s=poll_s)
+        gate = Gate(settings.commit_mode, wake, run_id=self.record.run_id)
         self.service = Service(
             island_id=self.island_id,
             run_id=self.record.run_id,
-            engine=engine,
+            engine=parts.equipment.engine,
             gate=gate,
-            reconciler=reconciler,
-            tokenizer=tokenizer,
+            reconciler=self._reconciler(parts, gate, None),
+            tokenizer=parts.tokenizer,
             max_wait_s=settings.max_wait_s,
-            files=files,
+            max_active=settings.max_requests,
+            files=dict(parts.files),
         )
+        self._parts = parts
         return self.service
 
+    def _reconciler(self, parts: Parts, gate: Gate, takeover: Takeover | None) -> Reconciler:
+        return Reconciler(
+            parts.reader,
+            parts.equipment.engine,
+            gate,
+            follow=parts.follow,
+            wake=gate.wake,
+            poll_s=parts.poll_s,
+            copy=parts.equipment.copy,
+            takeover=takeover,
+        )
+
     async def _serve(self, service: Service) -> int:
-        server = _Server(self._server_config(service))
+        app = build_app(service, token=self.settings.token)
+        server = Server(app, service.connections, tls_cert=self.settings.tls_cert, tls_key=self.settings.tls_key)
         serving = asyncio.ensure_future(server.serve(sockets=[self.listener]))
-        following = asyncio.ensure_future(service.reconciler.run())
+        following = asyncio.ensure_future(self._follow(service))
         stopping = asyncio.ensure_future(self._stop.wait())
         where = "registered on the board" if self.settings.registered else "not registered"
         self.say(
@@ -173,17 +178,61 @@ class Island:
             server.should_exit = True
             await asyncio.gather(serving, following, stopping, return_exceptions=True)
             await service.engine.close()
+            if self._parts is not None:
+                await self._parts.equipment.engine.close()  # another one while a change of runs is under way
+                self._parts.equipment.copy.close()
 
-    def _server_config(self, service: Service) -> uvicorn.Config:
-        return uvicorn.Config(
-            build_app(service, token=self.settings.token),
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=5,
-            ssl_certfile=self.settings.tls_cert,
-            ssl_keyfile=self.settings.tls_key,
-        )
+    # --- which run ---
+
+    async def _follow(self, service: Service) -> None:
+        """Keep the reconciler going, for one run after the other. Returns when it ended by itself."""
+        watcher = None
+        if self.settings.follow_latest_run:
+            watcher = RunWatcher(self.ledger.store, self.record, environment_trust())
+        following = asyncio.ensure_future(service.reconciler.run())
+        try:
+            while watcher is not None and not following.done():
+                await asyncio.wait({following}, timeout=RUN_LOOK_S)
+                newer = await asyncio.to_thread(watcher.look)
+                if newer is None or following.done():
+                    continue
+                service.reconciler.stop()
+                await following
+                if service.reconciler.terminal_error is None and service.gate.state.closed is None:
+                    await self._go_over(service, newer, watcher)
+                    following = asyncio.ensure_future(service.reconciler.run())
+            await following
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _go_over(self, service: Service, record: RunRecord, watcher: RunWatcher) -> None:
+        """Let another run's first version take the place of what is served. Until it does, nothing changes but who
+        follows the board; the run left behind is not followed any more."""
+        assert self._parts is not None
+        before = self._parts
+        reader = VersionReader(self.ledger.store, record.run_id, trust=environment_trust())
+        before.equipment.copy.close()  # its directory is the next one's; what it holds can still be read
+        try:
+            parts = await asyncio.to_thread(assemble, self.settings, record, reader, self.work_dir, own=False)
+        except SprawlError as error:
+            log.warning("run %s cannot be served here, %s is: %s", record.run_id, self.record.run_id, error)
+            watcher.postpone(record.run_id)
+            return
+
+        async def hand_over() -> None:
+            await service.engine.close()
+            service.engine, service.tokenizer = parts.equipment.engine, parts.tokenizer
+            service.files, service.run_id = dict(parts.files), record.run_id
+            self._left.append(self.ledger)
+            self.ledger, self.record, self.reader = Ledger(self.ledger.store, record.run_id), record, reader
+            self.say(f"{self.island_id} serves run {record.run_id} from now on")
+
+        if before.equipment.engine is not service.engine:
+            await before.equipment.engine.close()  # that of a run that was never taken over
+        self._parts, watcher.current = parts, record
+        service.reconciler = self._reconciler(parts, service.gate, Takeover(record.run_id, hand_over))
+        self.say(f"{self.island_id} goes over to run {record.run_id}")
 
     async def _drain(self, service: Service) -> None:
         """Refuse what is new, finish what is running, then leave the board."""
@@ -229,6 +278,8 @@ class Island:
         written: tuple[Any, ...] = ()
         written_at = float("-inf")
         while not self.draining:
+            while self._left:
+                await self._remove_record(self._left.pop())
             record = self.heartbeat()
             now = (record.state, record.applied, record.last_error)
             if now != written or time.monotonic() >= written_at + HEARTBEAT_S:
@@ -246,10 +297,14 @@ class Island:
 
     async def _unregister(self) -> None:
         self.draining = True
+        for ledger in (self.ledger, *self._left):
+            await self._remove_record(ledger)
+
+    async def _remove_record(self, ledger: Ledger) -> None:
         if not self.settings.registered:
             return
         try:
-            await asyncio.to_thread(self.ledger.remove_island, self.island_id)
+            await asyncio.to_thread(ledger.remove_island, self.island_id)
         except (SprawlError, OSError) as error:
             log.warning("the island's record was not removed: %s", error)
 
@@ -270,8 +325,3 @@ class Island:
             await asyncio.sleep(1.0)
         self.say(f"{self.island_id}: the process that started it is gone")
         self._stop.set()
-
-
-def _is_remote(board: str) -> bool:
-    scheme, separator, _ = board.partition("://")
-    return bool(separator) and scheme not in ("file", "local", "memory")

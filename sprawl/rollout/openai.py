@@ -1,84 +1,68 @@
 """/v1/completions and /v1/chat/completions over a Service, streaming included.
 
 Every answer carries `weight_version_start` and `weight_version_end`; every choice carries `weight_versions`, the spans
-of its tokens.
+of its tokens. In a stream each chunk has the span of its own token (null where the engine tells versions at the end
+only), the last chunk of a choice those of all.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from sprawl.rollout.chat import render_chat
-from sprawl.rollout.engine import Watch
-from sprawl.rollout.http import ClientGone, error_response, read_model, response_of, unless_disconnected
+from sprawl.rollout.http import read_model
 from sprawl.rollout.openai_types import ChatRequest, CompletionRequest, OpenAIRequest, envelope
 from sprawl.rollout.service import Answer, Service
-from sprawl.rollout.text import TextCursor
+from sprawl.rollout.stream import Generation, Piece, respond
 from sprawl.rollout.wire import Sample
 
 
 async def completions(request: Request, service: Service) -> Response:
     """POST /v1/completions."""
     wanted = await read_model(request, CompletionRequest)
-    prompts = [service.tokenizer.encode(p) if isinstance(p, str) else p for p in wanted.prompts]
-    return await _answer(request, Call(service, wanted, prompts, chat=False))
+    prompts = [await service.encode(p) if isinstance(p, str) else p for p in wanted.prompts]
+    return await _respond(request, service, wanted, prompts, chat=False)
 
 
 async def chat_completions(request: Request, service: Service) -> Response:
     """POST /v1/chat/completions."""
     wanted = await read_model(request, ChatRequest)
-    messages = [message.model_dump() for message in wanted.messages]
+    messages = [message.for_template() for message in wanted.messages]
     prompt = render_chat(service.tokenizer.chat_template, service.files, messages)
-    return await _answer(request, Call(service, wanted, [service.tokenizer.encode(prompt)], chat=True))
+    return await _respond(request, service, wanted, [await service.encode(prompt)], chat=True)
 
 
-@dataclass
-class Call:
-    """One request in progress: its prompts and the text of every choice as it grows."""
+async def _respond(
+    request: Request, service: Service, wanted: OpenAIRequest, prompts: Sequence[list[int]], *, chat: bool
+) -> Response:
+    room = service.engine.limits.max_length - max(map(len, prompts))
+    generation = Generation(
+        service,
+        prompts,
+        wanted.sampling(room),
+        wanted.weight_version,
+        stops=wanted.stops,
+        streamed=wanted.stream,
+    )
+    return await respond(request, generation, Choices(wanted, generation, chat=chat))
 
-    service: Service
-    wanted: OpenAIRequest
-    prompts: list[list[int]]
-    chat: bool
-    cursors: list[TextCursor] = field(init=False)
-    events: asyncio.Queue[tuple[int, str, int, float] | None] = field(default_factory=asyncio.Queue)
 
-    def __post_init__(self) -> None:
-        tokenizer = self.service.tokenizer
-        self.cursors = [
-            TextCursor(tokenizer.decode, tokenizer.eos_ids, self.wanted.stops)
-            for _ in range(len(self.prompts) * self.wanted.n)
-        ]
-        kind = "chat.completion" if self.chat else "text_completion"
+class Choices:
+    """The `Shape` of both routes."""
+
+    def __init__(self, wanted: OpenAIRequest, generation: Generation, *, chat: bool) -> None:
+        self.wanted, self.chat = wanted, chat
+        self.service, self.prompts, self.cursors = generation.service, generation.prompts, generation.cursors
+        kind = "chat.completion" if chat else "text_completion"
         self.head = envelope(
-            kind + (".chunk" if self.chat and self.wanted.stream else ""),
-            "chatcmpl" if self.chat else "cmpl",
-            self.wanted.model or self.service.run_id,
+            kind + (".chunk" if chat and wanted.stream else ""),
+            "chatcmpl" if chat else "cmpl",
+            wanted.model or self.service.served_run,
         )
-
-    async def generate(self) -> Answer:
-        loop = asyncio.get_running_loop()
-
-        def watch(prompt: int) -> Watch:
-            def see(row: int, token: int, logprob: float) -> bool:
-                choice = prompt * self.wanted.n + row
-                piece = self.cursors[choice].push(token)
-                if self.wanted.stream:
-                    loop.call_soon_threadsafe(self.events.put_nowait, (choice, piece, token, logprob))
-                return self.cursors[choice].stopped
-
-            return see
-
-        return await self.service.generate(self.prompts, self.wanted.sampling(), self.wanted.weight_version, watch)
 
     # --- whole answers ---
 
@@ -123,98 +107,41 @@ class Call:
 
     # --- chunks ---
 
-    def chunk(self, choice: int, piece: str, token: int | None, logprob: float | None, **more: Any) -> dict[str, Any]:
-        body: dict[str, Any] = {"index": choice, "finish_reason": None}
-        if self.chat:
-            body["delta"] = {"role": "assistant", "content": piece}
-        else:
-            body["text"] = piece
-        known = token is not None and logprob is not None
-        body["logprobs"] = self._logprobs([token], [logprob]) if known else None  # type: ignore[list-item]
-        if self.wanted.return_token_ids:
-            body["token_ids"] = [] if token is None else [token]
-        return {**self.head, "choices": [{**body, **more}]}
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        return self._chunk(
+            piece.choice,
+            piece.text,
+            [piece.token],
+            logprobs=self._logprobs([piece.token], [piece.logprob]),
+            weight_versions=piece.spans,
+        )
 
     def last_chunks(self, answer: Answer) -> list[dict[str, Any]]:
-        """The held-back text, finish reason and spans of every choice; the versions ride on all of them."""
+        """The held-back text, finish reason and all spans of every choice; the versions ride on all of them."""
         chunks = []
         for index, sample in enumerate(sample for group in answer.groups for sample in group):
             rest = self.cursors[index].finish()
             spans = [span.model_dump() for span in sample.spans]
-            chunk = self.chunk(index, rest, None, None, finish_reason=sample.finish_reason, weight_versions=spans)
+            chunk = self._chunk(index, rest, [], finish_reason=sample.finish_reason, weight_versions=spans)
             chunks.append({**chunk, **versions(answer)})
         if self.wanted.stream_options is not None and self.wanted.stream_options.include_usage:
             chunks.append({**self.head, "choices": [], "usage": self.usage(answer), **versions(answer)})
         return chunks
 
-
-def versions(answer: Answer) -> dict[str, int]:
-    return {"weight_version_start": answer.version_start, "weight_version_end": answer.version_end}
-
-
-async def _answer(request: Request, call: Call) -> Response:
-    if not call.wanted.stream:
-        return JSONResponse(call.whole(await unless_disconnected(request.receive, call.generate())))
-    work = asyncio.ensure_future(call.generate())
-    work.add_done_callback(lambda _: call.events.put_nowait(None))
-    try:
-        # The status line is not sent before the first token, so that a refusal is a status and not an event.
-        first = await unless_disconnected(request.receive, call.events.get())
-        if first is None:
-            work.result()
-    except BaseException:
-        await _stop(work)
-        raise
-    return EventStream(call, first, work)
+    def _chunk(self, choice: int, text: str, token_ids: list[int], **more: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"index": choice, "finish_reason": None, "logprobs": None}
+        if self.chat:
+            body["delta"] = {"role": "assistant", "content": text}
+        else:
+            body["text"] = text
+        if self.wanted.return_token_ids:
+            body["token_ids"] = token_ids
+        return {**self.head, "choices": [{**body, **more}]}
 
 
-class EventStream(Response):
-    """Server-sent events of one generation, which is stopped when the client leaves."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, call: Call, first: tuple[int, str, int, float] | None, work: asyncio.Future[Answer]) -> None:
-        super().__init__(headers={"Cache-Control": "no-store"})
-        del self.headers["content-length"]
-        self._call, self._first, self._work = call, first, work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with suppress(ClientGone):
-                await unless_disconnected(receive, self._send_all(send))
-        finally:
-            await _stop(self._work)
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for data in self._data():
-            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _data(self) -> AsyncIterator[str]:
-        event = self._first
-        while event is not None:
-            yield json.dumps(self._call.chunk(*event))
-            event = await self._call.events.get()
-        try:
-            answer = self._work.result()
-        except Exception as error:
-            yield _error_event(error)
-            return
-        for chunk in self._call.last_chunks(answer):
-            yield json.dumps(chunk)
-        yield "[DONE]"
-
-
-def _error_event(error: Exception) -> str:
-    """The status is sent already: the error of a broken-off stream is its last event, without [DONE] after it."""
-    try:
-        return bytes(response_of(error).body).decode()
-    except Exception as unexpected:
-        return bytes(error_response(500, "InternalError", str(unexpected)).body).decode()
-
-
-async def _stop(work: asyncio.Future[Answer]) -> None:
-    work.cancel()
-    with suppress(asyncio.CancelledError, Exception):
-        await work
+def versions(answer: Answer) -> dict[str, Any]:
+    return {
+        "weight_version_start": answer.version_start,
+        "weight_version_end": answer.version_end,
+        "run_id": answer.run_id,
+    }

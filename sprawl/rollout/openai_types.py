@@ -5,23 +5,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, field_validator, model_validator
 
+from sprawl.rollout.neutral import OPENAI, drop_neutral
 from sprawl.rollout.sampling import derive_seeds
 from sprawl.rollout.wire import SamplingParams, VersionPolicy
-
-NEUTRAL = {
-    "top_p": 1,
-    "top_k": -1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "echo": False,
-    "best_of": 1,
-    "suffix": None,
-    "top_logprobs": 0,
-}
 
 
 class StreamOptions(BaseModel):
@@ -51,12 +41,7 @@ class OpenAIRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _neutral(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in NEUTRAL.keys() & data.keys() - cls.model_fields.keys():
-            if data[name] is not None and data[name] != NEUTRAL[name]:
-                raise ValueError(f"{name!r} is not supported; leave it out or send {NEUTRAL[name]!r}")
-        return {name: value for name, value in data.items() if name in cls.model_fields or name not in NEUTRAL}
+        return drop_neutral(data, cls.model_fields, OPENAI)
 
     @property
     def stops(self) -> list[str]:
@@ -66,10 +51,16 @@ class OpenAIRequest(BaseModel):
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
 
-    def sampling(self) -> SamplingParams:
-        """The engine's parameters. Sample i of a seeded request has its own seed, derived from `seed` and i."""
+    @property
+    def limit(self) -> int | None:
+        """New tokens asked for, None where the default holds."""
+        return self.max_tokens
+
+    def sampling(self, room: int) -> SamplingParams:
+        """The engine's parameters. Sample i of a seeded request has its own seed, derived from `seed` and i. `room` is
+        what the context leaves; only the default yields to it."""
         seeds = derive_seeds(self.seed, self.n) if self.seed is not None else None
-        limit = self.max_tokens or self.default_tokens
+        limit = self.limit or max(1, min(self.default_tokens, room))
         return SamplingParams(n=self.n, max_new_tokens=limit, temperature=self.temperature, seeds=seeds)
 
 
@@ -104,11 +95,29 @@ class CompletionRequest(OpenAIRequest):
         return self.logprobs is not None
 
 
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(BaseModel):
+    """A message with text. Those of tools carry more, which the model's chat template makes of it what it can."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: str
-    content: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: text, and only the keys that are there."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {**self.model_dump(exclude_none=True), "content": text}
 
 
 class ChatRequest(OpenAIRequest):
@@ -124,11 +133,9 @@ class ChatRequest(OpenAIRequest):
     def wants_logprobs(self) -> bool:
         return self.logprobs
 
-    def sampling(self) -> SamplingParams:
-        params = super().sampling()
-        if self.max_completion_tokens is not None:
-            params = params.model_copy(update={"max_new_tokens": self.max_completion_tokens})
-        return params
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@ fake."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,12 +12,24 @@ from sprawl.rollout.wire import Sample, VersionSpan
 
 @dataclass
 class Row:
-    """One sample in the making. `versions[i]` is the version that generated token i."""
+    """One sample in the making. `versions[i]` is the version that generated token i. `taken` tokens came before
+    them: generated elsewhere, they count towards the limit only."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finished: Literal["stop", "length"] | None = None
+    taken: int = 0
+
+    @classmethod
+    def after(cls, taken: Sequence[int], stops: Collection[int], limit: int) -> Row:
+        """A sample that has these tokens already, and may be complete with them."""
+        row = cls(taken=len(taken))
+        if taken and taken[-1] in stops:
+            row.finished = "stop"
+        elif len(taken) >= limit:
+            row.finished = "length"
+        return row
 
     def push(self, token: int, logprob: float, version: int, stops: Collection[int], limit: int) -> None:
         """Append a token; the row finishes at a stop token (kept) or at `limit` tokens."""
@@ -26,7 +38,7 @@ class Row:
         self.versions.append(version)
         if token in stops:
             self.finished = "stop"
-        elif len(self.token_ids) >= limit:
+        elif self.taken + len(self.token_ids) >= limit:
             self.finished = "length"
 
     def sample(self) -> Sample:

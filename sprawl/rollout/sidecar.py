@@ -1,16 +1,17 @@
 """The sidecar: HTTP in front of one engine.
 
-    POST /generate               tokens (or text) in, tokens out, one group            wire.GenerateRequest
-    POST /v1/completions         OpenAI subset, streaming included
-    POST /v1/chat/completions    the same with the model's chat template
+    POST /generate               tokens (or text) in, tokens out, one group            generate.GenerateBody
+    POST /v1/completions         OpenAI subset                                         openai_types.CompletionRequest
+    POST /v1/chat/completions    the same with the model's chat template               openai_types.ChatRequest
     GET  /v1/models              the run this island serves
     GET  /health                 200 when requests should be sent here, else 503
     GET  /server_info            wire.ServerInfo
     POST /wake                   look at the board now
     GET  /metrics                Prometheus text
 
-Refusals: 400 names the wrong field, 401 no token, 409 wire.NotReady, 413 body too large, 503 EngineUnavailable with
-Retry-After. The engine has no other way in: nothing else is proxied.
+All three generating routes stream (`"stream": true`, server-sent events). Refusals: 400 names the wrong field, 401 no
+token, 403 an admin route of an engine, 404, 408 the body came too slowly, 409 wire.NotReady, 413 the body is too large,
+499 the client left, 503 EngineUnavailable with Retry-After. The engine has no other way in: nothing is proxied.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from sprawl.rollout import metrics, openai
-from sprawl.rollout.http import BearerAuth, error_response, read_model, response_of, unless_disconnected
+from sprawl.rollout.blocked import is_blocked
+from sprawl.rollout.generate import generate
+from sprawl.rollout.http import BearerAuth, Intake, error_response, response_of
 from sprawl.rollout.service import Service
-from sprawl.rollout.wire import GenerateRequest, GenerateResponse
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ Handler = Callable[[Request, Service], Awaitable[Response]]
 def build_app(service: Service, *, token: str | None = None) -> Starlette:
     """The ASGI application of one island. With `token`, every route but /health requires it as bearer token."""
     posts: dict[str, Handler] = {
-        "/generate": _generate,
+        "/generate": generate,
         "/v1/completions": openai.completions,
         "/v1/chat/completions": openai.chat_completions,
         "/wake": _wake,
@@ -55,11 +57,17 @@ def build_app(service: Service, *, token: str | None = None) -> Starlette:
 
     async def no_such_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        path = request.url.path
+        if is_blocked(path):
+            service.counters.count("(blocked)", 403, 0.0)
+            return error_response(403, "RouteBlocked", f"{path} of the engine is managed by the sidecar")
+        service.counters.count("(unknown)", error.status_code, 0.0)
         known = ", ".join([f"POST {path}" for path in posts] + [f"GET {path}" for path in gets])
-        message = f"no {request.method} {request.url.path} here; there are {known}"
+        message = f"no {request.method} {path} here; there are {known}"
         return error_response(error.status_code, "NoSuchRoute", message)
 
     middleware = [Middleware(BearerAuth, token=token)] if token else []
+    middleware.append(Middleware(Intake))
     handlers = {404: no_such_route, 405: no_such_route}
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
@@ -81,30 +89,16 @@ def _endpoint(service: Service, route: str, handler: Handler) -> Callable[[Reque
     return run
 
 
-async def _generate(request: Request, service: Service) -> Response:
-    wanted = await read_model(request, GenerateRequest)
-    prompt = wanted.input_ids if wanted.input_ids is not None else service.tokenizer.encode(wanted.text or "")
-    work = service.generate([prompt], wanted.sampling_params, wanted.weight_version)
-    answer = await unless_disconnected(request.receive, work)
-    samples = [s.model_copy(update={"text": service.text_of(s.token_ids)}) for s in answer.groups[0]]
-    response = GenerateResponse(
-        samples=samples,
-        weight_version_start=answer.version_start,
-        weight_version_end=answer.version_end,
-        island_id=service.island_id,
-    )
-    return Response(response.model_dump_json(), media_type="application/json")
-
-
 async def _wake(request: Request, service: Service) -> Response:
     service.reconciler.wake()
-    return JSONResponse({"applied": service.gate.version, "latest_seen": service.reconciler.latest_seen})
+    return JSONResponse(service.describe().model_dump())
 
 
 async def _health(request: Request, service: Service) -> Response:
     if service.ready:
-        return JSONResponse({"status": "ok", "applied": service.gate.version})
-    return error_response(503, "EngineUnavailable", service.not_ready_reason)
+        return JSONResponse({"status": "ok", "ready": True, "applied": service.gate.version})
+    reason = service.not_ready_reason
+    return error_response(503, "EngineUnavailable", reason, beside={"ready": False, "reason": reason})
 
 
 async def _server_info(request: Request, service: Service) -> Response:
@@ -116,5 +110,5 @@ async def _metrics(request: Request, service: Service) -> Response:
 
 
 async def _models(request: Request, service: Service) -> Response:
-    model = {"id": service.run_id, "object": "model", "owned_by": "sprawl"}
+    model = {"id": service.served_run, "object": "model", "owned_by": "sprawl"}
     return JSONResponse({"object": "list", "data": [model]})

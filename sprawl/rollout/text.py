@@ -13,6 +13,7 @@ class TextCursor:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], eos_ids: Sequence[int], stops: Sequence[str]) -> None:
         self.stopped = False
+        self.matched: str | None = None  # the stop string that ended the text
         self._decode = decode
         self._eos = frozenset(eos_ids)
         self._stops = [stop for stop in stops if stop]
@@ -50,9 +51,10 @@ class TextCursor:
         # A stop string can begin in what was held back, at most `_hold` characters before the new piece.
         search_from = max(0, len(self._text) - self._hold)
         self._text += piece
-        found = [at for stop in self._stops if (at := self._text.find(stop, search_from)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._text.find(stop, search_from)) >= 0]
         if found:
-            self._text = self._text[: min(found)]
+            at, self.matched = min(found)
+            self._text = self._text[:at]
             self.stopped = True
 
     def _show(self, hold: int) -> str:

@@ -1,79 +1,76 @@
-"""The embedded engine: torch on the CPU, one worker thread, one group at a time.
+"""The embedded engine: torch on the CPU, continuous batching on one worker thread.
 
-A request is decoded as its own batch: the prompt is read once, then copied to n rows that advance in lockstep. Rows
-that finished stay in the batch, so a row's arithmetic never depends on when its neighbours stop. The same request with
-the same weights and seeds therefore gives the same tokens bit for bit, whatever else the engine is doing. The price is
-that requests queue (first in, first out) instead of sharing a batch.
+Requests join and leave the running batch between two tokens (`sprawl.rollout.batching`), and every row of a batch is
+computed as if it were alone: the same request with the same weights and seeds gives the same tokens and log-probs, bit
+for bit, whatever else the engine is doing, however its prompt was cut into blocks, and also when the sample is computed
+again from its tokens after a swap. Keys and values live in a pool of pages that is sized at the start; requests wait
+while it is full.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from sprawl.delta.state import State
 from sprawl.delta.views import dense_view
-from sprawl.policy import Architecture, Decoder, KvCache, Tokenizer
-from sprawl.rollout.engine import EngineError, EngineLimits, Watch
+from sprawl.errors import SprawlError
+from sprawl.policy import Architecture, Decoder, Tokenizer
+from sprawl.rollout.batching.batch import Batch
+from sprawl.rollout.batching.blocks import Blocks
+from sprawl.rollout.batching.groups import Group
+from sprawl.rollout.batching.pages import PAGE, PagePool, page_bytes
+from sprawl.rollout.engine import EngineError, EngineLimits, Trouble, Watch
 from sprawl.rollout.rows import Row
-from sprawl.rollout.sampling import NonFiniteLogits, sample, uniforms
 from sprawl.rollout.wire import Sample, SamplingParams
 
 if TYPE_CHECKING:
     from sprawl.board.reader import Served
 
 MAX_BATCH_TOKENS = 1 << 18
+CACHE_BYTES = 1 << 29  # keys and values, at most; taken from the system as they are needed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class Job:
-    """One group in the worker. `history[k]` holds token k of every row, of finished rows too: they stay in the batch.
-    `epoch` is the weight epoch the cache was computed with."""
-
-    prompt: list[int]
-    params: SamplingParams
-    seeds: list[int]
-    stops: frozenset[int]
-    watch: Watch | None
-    future: Future[list[Sample]]
-    rows: list[Row]
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    cache: KvCache | None = None
-    epoch: int = -1
-    history: list[list[int]] = field(default_factory=list)
 
 
 class TorchEngine:
     """See `sprawl.rollout.engine.Engine`. Tokens in, tokens out; `eos_ids` end a sample besides the request's own."""
 
-    def __init__(self, decoder: Decoder, *, eos_ids: Sequence[int] = (), compute_dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        eos_ids: Sequence[int] = (),
+        compute_dtype: str = "float32",
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        arch = decoder.arch
         self.decoder = decoder.eval()
-        self.limits = EngineLimits(decoder.arch.vocab, decoder.arch.max_positions, MAX_BATCH_TOKENS)
+        pages = cache_bytes // page_bytes(arch)
+        # A prompt and one sample share whole pages only: two pages more than the sequence has.
+        longest = min(arch.max_positions, (pages - 2) * PAGE)
+        if longest < 1:
+            least = 3 * page_bytes(arch)
+            raise SprawlError(f"a cache of {cache_bytes} bytes holds no sequence", f"give it {least} bytes or more")
+        self.limits = EngineLimits(arch.vocab, longest, MAX_BATCH_TOKENS, resumes=True)
         self._eos = frozenset(eos_ids)
         self._dtype = compute_dtype
+        self._pool = PagePool(arch, pages)
+        self._blocks = Blocks(self.decoder, self._pool, DTYPES[compute_dtype], longest)
+        self._batch = Batch(self._blocks, self._pool)
         self._version: int | None = None
-        self._epoch = 0  # counts weight changes; a job whose cache is older recomputes it
-        self._turn = threading.Condition()  # guards the three flags below
+        self._swaps = 0
+        self._turn = threading.Condition()  # guards what follows
+        self._inbox: list[Group] = []
         self._paused = False
         self._busy = False
         self._closed = False
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._tokens = 0
-        self._groups = 0
-        self._recomputed = 0
         self._worker = threading.Thread(target=self._work, name="torch-engine", daemon=True)
         self._worker.start()
 
@@ -95,22 +92,34 @@ class TorchEngine:
     ) -> list[Sample]:
         if self._closed or self._version is None:
             raise EngineError("the engine is closed" if self._closed else "the engine has no weights yet")
-        job = Job(
+        if not 0 < len(input_ids) <= self.limits.max_length - params.max_new_tokens:
+            lengths = f"{len(input_ids)} prompt + {params.max_new_tokens} new tokens"
+            raise EngineError(f"{lengths} do not fit in {self.limits.max_length} positions")
+        stops = self._eos | frozenset(params.stop_token_ids)
+        taken = params.resume or [[] for _ in range(params.n)]
+        group = Group(
             prompt=list(input_ids),
             params=params,
             seeds=params.seeds if params.seeds is not None else [secrets.randbits(63) for _ in range(params.n)],
-            stops=self._eos | frozenset(params.stop_token_ids),
+            stops=stops,
             watch=watch,
-            future=Future(),
-            rows=[Row() for _ in range(params.n)],
+            rows=[Row.after(tokens, stops, params.max_new_tokens) for tokens in taken],
+            taken=taken,
         )
-        self._jobs.put(job)
+        if group.complete:  # nothing is left of what is resumed
+            return [row.sample() for row in group.rows]
+        group.future.set_running_or_notify_cancel()  # from here on the worker alone ends it
+        with self._turn:
+            self._inbox.append(group)
+            self._turn.notify_all()
         try:
-            return await asyncio.wrap_future(job.future)
+            return await asyncio.wrap_future(group.future)
         finally:
-            job.cancelled.set()
-            with self._turn:
-                self._turn.notify_all()  # a cancelled job may be frozen by a pause
+            group.cancelled.set()
+
+    @property
+    def watched_version(self) -> int | None:
+        return self._version
 
     async def pause(self) -> None:
         with self._turn:
@@ -123,23 +132,32 @@ class TorchEngine:
         if changed or self._version is None:
             await asyncio.to_thread(self._load, served.state)
         self._version = served.version
-        self._epoch += 1
+        self._swaps += 1
+        self._batch.forget()
 
     async def resume(self) -> None:
         with self._turn:
             self._paused = False
             self._turn.notify_all()
 
+    def trouble(self) -> Trouble | None:
+        return None
+
     def info(self) -> dict[str, Any]:
         return {
             "kind": "torch",
             "compute_dtype": self._dtype,
             "threads": torch.get_num_threads(),
-            "queued_groups": self._jobs.qsize(),
-            "groups": self._groups,
-            "generated_tokens": self._tokens,
-            "weight_changes": self._epoch,
-            "recomputed_caches": self._recomputed,
+            "queued_groups": self._batch.queued + len(self._inbox),
+            "running_samples": self._batch.running,
+            "groups": self._batch.completed,
+            "generated_tokens": self._batch.tokens,
+            "weight_changes": self._swaps,
+            "recomputed_caches": self._batch.recomputed,
+            "cache_pages": self._pool.pages,
+            "cache_pages_free": self._pool.free,
+            "cache_bytes": self._pool.pages * page_bytes(self.decoder.arch),
+            "row_sizes": list(self._blocks.sizes),
             "max_length": self.limits.max_length,
             "vocab_size": self.limits.vocab_size,
         }
@@ -148,7 +166,6 @@ class TorchEngine:
         with self._turn:
             self._closed = True
             self._turn.notify_all()
-        self._jobs.put(None)
         await asyncio.to_thread(self._worker.join)
 
     # --- the worker thread ---
@@ -162,78 +179,32 @@ class TorchEngine:
         with self._turn:
             self._turn.wait_for(lambda: not self._busy)
 
-    @contextmanager
-    def _forward(self, job: Job) -> Iterator[bool]:
-        """The right to run one forward pass: waits while paused. Yields False when the job must not go on."""
-        with self._turn:
-            self._turn.wait_for(lambda: not self._paused or self._closed or job.cancelled.is_set())
-            go_on = not (self._closed or job.cancelled.is_set())
-            self._busy = go_on
-        try:
-            yield go_on
-        finally:
-            with self._turn:
-                self._busy = False
-                self._turn.notify_all()
-
     @torch.inference_mode()
     def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                self._fail_queued()
-                return
-            if not job.cancelled.is_set() and job.future.set_running_or_notify_cancel():
-                self._run(job)
+        while self._next_turn():
+            assert self._version is not None
+            try:
+                self._batch.step(self._version)
+            except Exception as error:  # out of memory, ...: nobody may wait forever
+                self._batch.fail(EngineError(f"{type(error).__name__}: {error}"))
+            finally:
+                with self._turn:
+                    self._busy = False
+                    self._turn.notify_all()
+        for group in self._inbox:
+            self._batch.add(group)
+        self._batch.fail(EngineError("the engine was closed"))
 
-    def _fail_queued(self) -> None:
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is not None:
-                job.future.set_exception(EngineError("the engine was closed"))
-
-    def _run(self, job: Job) -> None:
-        try:
-            while any(row.finished is None for row in job.rows):
-                with self._forward(job) as go_on:
-                    if not go_on:
-                        raise EngineError("the engine was closed" if self._closed else "the request was cancelled")
-                    self._step(job)
-        except NonFiniteLogits:
-            job.future.set_exception(EngineError(f"version {self._version} produced non-finite logits"))
-        except Exception as error:
-            wrapped = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
-            job.future.set_exception(wrapped)
-        else:
-            self._groups += 1
-            job.future.set_result([row.sample() for row in job.rows])
-        finally:
-            job.cache = None
-
-    def _step(self, job: Job) -> None:
-        """One token for every row: forward, sample, record, all under the same weights."""
-        assert self._version is not None
-        logits = self._logits(job)
-        tokens, logprobs = sample(logits, job.params.temperature, uniforms(job.seeds, len(job.history)))
-        job.history.append(tokens)
-        for index, (row, token, logprob) in enumerate(zip(job.rows, tokens, logprobs, strict=True)):
-            if row.finished is not None:
-                continue
-            row.push(token, logprob, self._version, job.stops, job.params.max_new_tokens)
-            self._tokens += 1
-            if job.watch is not None and job.watch(index, token, logprob):
-                row.finished = "stop"
-
-    def _logits(self, job: Job) -> Tensor:
-        """fp32 [n, vocab] of the next position, from the cache where it was computed with today's weights."""
-        if job.cache is not None and job.epoch == self._epoch:
-            return self.decoder(torch.tensor(job.history[-1]).unsqueeze(-1), job.cache, last_only=True)
-        self._recomputed += job.cache is not None
-        job.cache, job.epoch = None, self._epoch
-        cache = self.decoder.new_cache(1, len(job.prompt) + job.params.max_new_tokens)
-        logits = self.decoder(torch.tensor([job.prompt]), cache, last_only=True).expand(job.params.n, -1)
-        cache.expand(job.params.n)
-        if job.history:
-            logits = self.decoder(torch.tensor(job.history).T.contiguous(), cache, last_only=True)
-        job.cache = cache
-        return logits
+    def _next_turn(self) -> bool:
+        """Wait for something to do, and not while paused. False when closed."""
+        with self._turn:
+            self._turn.wait_for(
+                lambda: self._closed or (not self._paused and (bool(self._inbox) or not self._batch.idle))
+            )
+            if self._closed:
+                return False
+            self._busy = True
+            for group in self._inbox:
+                self._batch.add(group)
+            self._inbox.clear()
+            return True

@@ -13,16 +13,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
-
 from sprawl.board import keys
 from sprawl.board.records import IslandRecord
 from sprawl.board.store import MissingKey, Store
 from sprawl.config import RunConfig
+from sprawl.episodes import Episode, EpisodeRunner, trajectory
 from sprawl.policy import Tokenizer
-from sprawl.problems import Problem, ProblemSet, response_text
+from sprawl.problems import Problem, ProblemSet, ToolProblemSet, response_text
 from sprawl.rollout.client import RolloutClient
-from sprawl.rollout.trajectories import RolloutBatch, Sampled, load_batch, to_bytes
+from sprawl.rollout.trajectories import (
+    RolloutBatch,
+    Sampled,
+    Span,
+    Trajectory,
+    batch_of,
+    expert_tensor,
+    load_batch,
+    to_bytes,
+)
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, SamplingParams, VersionPolicy
 from sprawl.train.losses.selection import plan_refill
 from sprawl.train.prf import derive_key
@@ -64,45 +72,57 @@ def make_batch(
     scores: list[list[float]],
 ) -> RolloutBatch:
     """Responses and scores, a group each, as padded tensors."""
-    rows = [
-        (number, request, sample, score, seed)
-        for number, (request, response, marks) in enumerate(zip(requests, responses, scores, strict=True))
-        for sample, score, seed in zip(response.samples, marks, request.sampling_params.seeds or [], strict=True)
-    ]
-    width = max(len(request.input_ids or []) + len(sample.token_ids) for _, request, sample, _, _ in rows)
-    longest = max(len(sample.token_ids) for _, _, sample, _, _ in rows)
-    tokens = torch.zeros(len(rows), width, dtype=torch.int32)
-    logprobs = torch.zeros(len(rows), longest)
-    for row, (_, request, sample, _, _) in enumerate(rows):
-        ids = [*(request.input_ids or []), *sample.token_ids]
-        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        logprobs[row, : len(sample.logprobs)] = torch.tensor(sample.logprobs)
+    groups = zip(problems, requests, responses, scores, strict=True)
+    return _join(step, [_response_group(*group) for group in groups])
 
-    def column(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)
 
-    return RolloutBatch(
-        step=step,
-        tokens=tokens,
-        prompt_lengths=column([len(request.input_ids or []) for _, request, _, _, _ in rows]),
-        response_lengths=column([len(sample.token_ids) for _, _, sample, _, _ in rows]),
-        logprobs=logprobs,
-        rewards=torch.tensor([score for _, _, _, score, _ in rows], dtype=torch.float32),
-        groups=column([problems[number].index for number, _, _, _, _ in rows]),
-        seeds=column([seed for _, _, _, _, seed in rows], torch.int64),
-        version_start=column([sample.spans[0].version for _, _, sample, _, _ in rows]),
-        version_end=column([sample.spans[-1].version for _, _, sample, _, _ in rows]),
-        islands=tuple(response.island_id for response in responses),
-        truncated=torch.tensor([sample.finish_reason == "length" for _, _, sample, _, _ in rows]),
-    )
+def episode_batch(step: int, groups: list[list[Episode]]) -> RolloutBatch:
+    """Episodes, a group each, as padded tensors. Raises SprawlError as `sprawl.episodes.trajectory` does."""
+    return _join(step, [_episode_group(group) for group in groups])
 
 
 @dataclass(frozen=True)
 class _Group:
-    problem: Problem
-    request: GenerateRequest
-    response: GenerateResponse
-    scores: list[float]
+    """The scored samples of one prompt, and the island that answered last."""
+
+    rows: list[Trajectory]
+    island: str
+
+    @property
+    def informative(self) -> bool:
+        """Whether its samples scored differently."""
+        return len({row.reward for row in self.rows}) > 1
+
+
+def _response_group(
+    problem: Problem, request: GenerateRequest, response: GenerateResponse, scores: list[float]
+) -> _Group:
+    rows = [
+        Trajectory(
+            prompt=request.input_ids or [],
+            response=sample.token_ids,
+            logprobs=sample.logprobs,
+            mask=[True] * len(sample.token_ids),
+            spans=[
+                Span(span.version, span.start, span.end, span.island_id or response.island_id) for span in sample.spans
+            ],
+            reward=score,
+            group=problem.index,
+            seed=seed,
+            finish="unknown" if sample.finish_reason == "abort" else sample.finish_reason,
+            experts=None if sample.routed_experts is None else expert_tensor(sample.routed_experts),
+        )
+        for sample, score, seed in zip(response.samples, scores, request.sampling_params.seeds or [], strict=True)
+    ]
+    return _Group(rows, response.island_id)
+
+
+def _episode_group(group: list[Episode]) -> _Group:
+    return _Group([trajectory(episode, group=episode.problem.index) for episode in group], group[-1].islands[-1])
+
+
+def _join(step: int, groups: list[_Group]) -> RolloutBatch:
+    return batch_of(step, [row for group in groups for row in group.rows], [group.island for group in groups])
 
 
 @dataclass(frozen=True)
@@ -139,7 +159,10 @@ class Collector:
         self.client: RolloutClient = self.run(self._open_client())
 
     async def _open_client(self) -> RolloutClient:
-        return RolloutClient(self._discover, timeout_s=self.config.rollout.timeout_s)
+        rollout = self.config.rollout
+        return RolloutClient(
+            self._discover, timeout_s=rollout.timeout_s, hedge=rollout.hedge, continuation=rollout.continuation
+        )
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the collector's loop and wait for it (evaluations share the client this way)."""
@@ -194,30 +217,38 @@ class Collector:
         missing = wanted
         for number in range(rounds + 1):
             sampled += await self._sample(step, prompt_numbers(self.config, step, number)[:missing])
-            plan = plan_refill([len(set(group.scores)) > 1 for group in sampled], wanted, rounds - number)
+            plan = plan_refill([group.informative for group in sampled], wanted, rounds - number)
             missing = plan.missing
             if not missing:
                 break
-        chosen = [sampled[place] for place in plan.keep]
-        batch = make_batch(
-            step,
-            [group.problem for group in chosen],
-            [group.request for group in chosen],
-            [group.response for group in chosen],
-            [group.scores for group in chosen],
-        )
+        batch = _join(step, [sampled[place] for place in plan.keep])
         if len(sampled) > wanted:
-            scores = [score for group in sampled for score in group.scores]
-            batch = replace(batch, sampled=Sampled(len(sampled), sum(scores) / len(scores)))
+            scores = [row.reward for group in sampled for row in group.rows]
+            batch = replace(batch, draws=Sampled(len(sampled), sum(scores) / len(scores)))
         # Written before anyone trains on it; when two trainers raced, the batch that is there is the batch.
         if not self.store.create(keys.rollouts(self.run_id, step), to_bytes(batch)):
             batch = self.load(step)
         return Collected(batch, False, time.perf_counter() - started)
 
     async def _sample(self, step: int, numbers: range) -> list[_Group]:
-        """One scored group a prompt number."""
+        """Ask islands for a group a prompt number, or play its episodes, and score them."""
         rollout = self.config.rollout
         problems = [self.problems.train(number) for number in numbers]
+        seeds = [
+            [sample_seed(self.config.seed, problem.index, s, step) for s in range(rollout.samples)]
+            for problem in problems
+        ]
+        policy = version_policy(self.config, step)
+        if isinstance(self.problems, ToolProblemSet):
+            runner = EpisodeRunner(
+                self.client,
+                self.tokenizer,
+                self.problems,
+                max_new_tokens=rollout.max_new_tokens,
+                temperature=rollout.temperature,
+                route=rollout.episodes,
+            )
+            return [_episode_group(group) for group in await runner.run_many(problems, seeds, policy)]
         requests = [
             GenerateRequest(
                 input_ids=self.tokenizer.encode(problem.prompt),
@@ -225,16 +256,16 @@ class Collector:
                     n=rollout.samples,
                     max_new_tokens=rollout.max_new_tokens,
                     temperature=rollout.temperature,
-                    seeds=[sample_seed(self.config.seed, problem.index, s, step) for s in range(rollout.samples)],
+                    seeds=of_problem,
                     stop_token_ids=self.stop_ids,
                 ),
-                weight_version=version_policy(self.config, step),
+                weight_version=policy,
             )
-            for problem in problems
+            for problem, of_problem in zip(problems, seeds, strict=True)
         ]
         responses = await self.client.generate_many(requests)
         return [
-            _Group(
+            _response_group(
                 problem,
                 request,
                 response,

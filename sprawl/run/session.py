@@ -282,6 +282,7 @@ class RunSession:
                 limit=self.config.evaluate.problems,
                 max_new_tokens=self.config.rollout.max_new_tokens,
                 stop_token_ids=self.stop_ids,
+                route=self.config.rollout.episodes,
             )
         )
         self.ledger.write_evaluation(record)
@@ -305,6 +306,10 @@ class RunSession:
                     "versions_verified": island.versions_verified,
                 },
             )
+        asked = self._sampler.client.metrics
+        retried = asked.attempts - asked.hedges - asked.groups
+        message = f"{asked.groups} groups answered; {retried} attempts failed, {asked.hedges} were hedges"
+        self._event("client_report", message, dict(asked.snapshot()))
         report = verify_board(self.store, self.run_id, trust=self.trust)
         self._event(
             "verify",

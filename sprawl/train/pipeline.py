@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from sprawl.policy import Decoder
+from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.train import grpo
 from sprawl.train.boundary import BoundaryCodec, TokenIds, WireCounter, cross
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Some rows of a batch, right-padded, with the positions whose next token is a response token.
+    """Some rows of a batch, right-padded, with the positions whose next token is trained on: a response token, sampled
+    by the policy itself.
 
     ids: [B, T] int64. select: [m] int64 rows of the flattened [B*T] positions, in sample order; targets: [m] int64
     the tokens that follow them. tokens: the real tokens, as the boundary codec addresses them.
@@ -30,8 +32,13 @@ class Packed:
     tokens: TokenIds
 
 
-def pack(tokens: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, rows: Tensor) -> Packed:
-    """Cut `rows` ([b] int64) out of a batch: tokens [N, L], lengths [N]. Sample numbers stay those of the batch."""
+def pack(
+    tokens: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, rows: Tensor, loss_mask: Tensor | None = None
+) -> Packed:
+    """Cut `rows` ([b] int64) out of a batch: tokens [N, L], lengths [N]. Sample numbers stay those of the batch.
+
+    `loss_mask` ([N, R] bool, over response positions) leaves out tokens that the policy read but did not sample.
+    """
     prompt, response = prompt_lengths[rows], response_lengths[rows]
     total = prompt + response
     width = int(total.max())
@@ -40,6 +47,9 @@ def pack(tokens: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, rows:
     real = position[None, :] < total[:, None]
     # The position before a response token predicts it.
     predicts = (position[None, :] >= (prompt - 1)[:, None]) & (position[None, :] < (total - 1)[:, None])
+    if loss_mask is not None:
+        answered = (position[None, :] + 1 - prompt[:, None]).clamp(0, loss_mask.shape[1] - 1)
+        predicts &= loss_mask[rows].gather(1, answered)
     index = real.flatten().nonzero().squeeze(1)
     select = predicts.flatten().nonzero().squeeze(1)
     following = torch.cat((ids[:, 1:], ids[:, :1]), dim=1)
@@ -50,6 +60,11 @@ def pack(tokens: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, rows:
         targets=following.flatten()[select],
         tokens=TokenIds(sample=rows[index // width], position=index % width, index=index),
     )
+
+
+def pack_rows(batch: RolloutBatch, rows: Tensor) -> Packed:
+    """`pack` of a batch's own tokens, lengths and mask."""
+    return pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, rows, batch.loss_mask)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from sprawl.train.boundary import BoundaryCodec, DenseCodec, SubspaceCodec, Wire
 from sprawl.train.correction import correct_gradients
 from sprawl.train.losses.objective import Targets, make_targets, microbatch_loss
 from sprawl.train.optimizer import RunOptimizer, build_optimizer
-from sprawl.train.pipeline import Packed, StagedPolicy, pack
+from sprawl.train.pipeline import Packed, StagedPolicy, pack_rows
 from sprawl.train.probe import GradientProbe, ViewProbe, compare_gradients, probe_views, take_gradients
 
 
@@ -145,10 +145,7 @@ class Trainer:
         groups = len(torch.unique_consecutive(batch.groups))
         size = -(-groups // self.config.grpo.minibatches) * (batch.samples // groups)
         return [
-            [
-                Microbatch(rows, pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, rows))
-                for rows in part.split(self.config.grpo.microbatch_rows)
-            ]
+            [Microbatch(rows, pack_rows(batch, rows)) for rows in part.split(self.config.grpo.microbatch_rows)]
             for part in torch.arange(batch.samples).split(size)
         ]
 
@@ -244,7 +241,7 @@ class Trainer:
         bytes are counted apart for the same reason.
         """
         rows = rows[: self.config.probe.rows]
-        packed = pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, rows)
+        packed = pack_rows(batch, rows)
         return probe_views(
             self.policy,
             self.reference,

@@ -2,18 +2,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from sprawl.board.local_copy import JOURNAL, MARK, LocalCopy, pull
+from sprawl.board.directory_lock import hold
+from sprawl.board.local_copy import JOURNAL, MARK, LocalCopy, pull, stage_whole
+from sprawl.board.local_files import fetch_files
 from sprawl.board.merged import merge
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
 from sprawl.board.store import MemoryStore, Store
 from sprawl.delta.files import WEIGHTS
 from sprawl.delta.journal import pack_overwrites
-from sprawl.delta.state import State, root_digest, tensor_digests
+from sprawl.delta.state import State, root_digest, state_bytes, tensor_digests
 from sprawl.errors import BoardError, IntegrityError, SprawlError
-from tests.board.states import RUN, publish, publisher, state_of
+from tests.board.states import FILES, RUN, publish, publisher, state_of
 
 
 def root(state: State) -> str:
@@ -72,7 +74,7 @@ def test_a_half_applied_patch_is_finished(board: Store, tmp_path: Path) -> None:
     copy, _, _ = pull(reader, tmp_path, 1)
     prepared = reader.prepare(copy.served, 2)
     note = {"run_id": RUN, "version": 2, "root_digest": prepared.manifest.root_digest}
-    (tmp_path / JOURNAL).write_bytes(pack_overwrites(prepared.overwrites, note))
+    (tmp_path / JOURNAL).write_bytes(b"".join(pack_overwrites(prepared.overwrites, note)))
     patch = prepared.overwrites.patches["w"]
     flat = copy.served.state["w"].view(torch.int16).reshape(-1)
     half = patch.indices[: patch.indices.size // 2].astype("i8")
@@ -166,3 +168,69 @@ def test_a_copy_that_was_away_takes_the_merged_delta(board: Store, tmp_path: Pat
     before = reader.bytes_read
     pull(reader, tmp_path, 7)
     assert reader.bytes_read - before == record.bytes
+
+
+def test_a_model_of_somebody_else_is_not_overwritten(board: Store, tmp_path: Path) -> None:
+    save_file(state_of(0), tmp_path / WEIGHTS)
+    before = (tmp_path / WEIGHTS).read_bytes()
+    with pytest.raises(SprawlError, match=f"already holds {WEIGHTS}"):
+        pull(VersionReader(board, RUN), tmp_path, 1)
+    assert (tmp_path / WEIGHTS).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
+
+
+def test_one_process_at_a_time(board: Store, tmp_path: Path) -> None:
+    reader = VersionReader(board, RUN)
+    with hold(tmp_path), pytest.raises(SprawlError, match="in use by another process"):
+        pull(reader, tmp_path, 1)
+    pull(reader, tmp_path, 1)
+
+
+def test_the_journal_is_never_larger_than_the_weights(tmp_path: Path) -> None:
+    """A patch of most of a tensor takes three times its bytes; the tensor is written down instead."""
+    store = MemoryStore()
+    writer = publisher(store, keyframe_every=100)
+    one = {"w": torch.randn(30_000, generator=torch.Generator().manual_seed(0)).bfloat16(), "few": torch.ones(9)}
+    two = {"w": one["w"] * 1.02, "few": one["few"].clone()}
+    two["few"][3] = 2.0
+    for version, state in enumerate((one, two)):
+        writer.publish(version, version, state)
+    reader = VersionReader(store, RUN)
+    copy, _, _ = pull(reader, tmp_path, 0)
+    prepared = reader.prepare(copy.served, 1)
+    assert set(prepared.overwrites.patches) == {"w", "few"}, "as patches they would not fit"
+    staged = copy.stage(reader, prepared)
+    assert (tmp_path / JOURNAL).stat().st_size < state_bytes(one) + 1000
+    assert root(load_file(tmp_path / WEIGHTS)) == root(one), "staging touches nothing"
+    copy.commit(reader, staged)
+    assert root(load_file(tmp_path / WEIGHTS)) == root(two)
+    assert (tmp_path / JOURNAL).exists(), "until the file is flushed"
+    copy.settle()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [WEIGHTS, MARK]
+
+
+def test_a_staged_step_that_is_not_taken_is_forgotten(board: Store, tmp_path: Path) -> None:
+    reader = VersionReader(board, RUN)
+    copy, _, _ = pull(reader, tmp_path, 1)
+    copy.stage(reader, reader.prepare(copy.served, 2))
+    stage_whole(tmp_path, RUN, reader.materialise(4))
+    copy.step(reader, reader.prepare(copy.served, 3))
+    assert (copy.served.version, root(load_file(tmp_path / WEIGHTS))) == (3, root(state_of(3)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [WEIGHTS, MARK]
+
+
+def test_files_beside_the_weights_are_fetched_once(board: Store, tmp_path: Path) -> None:
+    reader = VersionReader(board, RUN)
+    manifest = reader.require(5)
+    assert fetch_files(reader, tmp_path / "new", manifest) == FILES
+    before = reader.bytes_read
+    assert fetch_files(reader, tmp_path / "new", manifest) == FILES
+    assert reader.bytes_read == before
+    (tmp_path / "new" / "config.json").write_bytes(b"{]")
+    assert fetch_files(reader, tmp_path / "new", manifest) == FILES
+    assert (tmp_path / "new" / "config.json").read_bytes() == FILES["config.json"]
+    store = MemoryStore()
+    Publisher(store, "evil", keyframe_every=2, dtype="bfloat16", files={WEIGHTS: b"x"}).publish(0, 0, state_of(0))
+    other = VersionReader(store, "evil")
+    with pytest.raises(IntegrityError, match="cannot replace"):
+        fetch_files(other, tmp_path, other.require(0))

@@ -1,6 +1,9 @@
 """What a victim is doing when it is killed, and the states it does it with. Run in processes that the fork server
 makes: it imports this module, so that victims inherit the compiled kernels and start in milliseconds."""
 
+import asyncio
+from pathlib import Path
+
 import torch
 
 from sprawl.board.local_copy import pull
@@ -13,8 +16,13 @@ from sprawl.board.store import Store, open_store
 from sprawl.delta.codec import apply, decode, encode
 from sprawl.delta.state import State, clone_state, root_digest, tensor_digests
 from sprawl.interop.convert import export_run, import_layout
+from sprawl.rollout.fake import FakeEngine
+from sprawl.rollout.gate import Gate
+from sprawl.rollout.host_copy import DiskCopy
+from sprawl.rollout.reconciler import Reconciler
 
 RUN = "run"
+NEXT = "run-after"
 EVERY = 4
 FILES = {"config.json": b"{}"}
 RESHAPED = 6  # from this version on a tensor has another shape
@@ -37,8 +45,8 @@ def root(version: int) -> str:
     return root_digest(tensor_digests(state_of(version)))
 
 
-def publish(store: Store, version: int) -> None:
-    writer = Publisher(store, RUN, keyframe_every=EVERY, dtype="bfloat16", files=FILES)
+def publish(store: Store, version: int, run_id: str = RUN) -> None:
+    writer = Publisher(store, run_id, keyframe_every=EVERY, dtype="bfloat16", files=FILES)
     writer.publish(version, version, state_of(version))
 
 
@@ -52,6 +60,19 @@ def publish_parts(store: Store, version: int) -> None:
     PartCommitter(store, RUN, keyframe_every=EVERY, dtype="bfloat16", files=FILES).commit(version, version, parts)
 
 
+async def follow(reader: VersionReader, folder: str, version: int) -> None:
+    """An island without HTTP and without a model: its cache, its gate, its reconciler."""
+    wake, engine = asyncio.Event(), FakeEngine()
+    gate = Gate("in_place", wake, run_id=reader.run_id)
+    cache = DiskCopy(Path(folder), reader.run_id, FILES)
+    reconciler = Reconciler(reader, engine, gate, follow="eager", wake=wake, poll_s=0.01, copy=cache)
+    try:
+        while gate.version != version:
+            await reconciler.advance()
+    finally:
+        cache.close()
+
+
 def play(scene: str, board: str, folder: str, version: int) -> None:
     """Do once what the scene says, from a cold start, as a restarted process would."""
     store = open_store(board, create=True)
@@ -63,6 +84,10 @@ def play(scene: str, board: str, folder: str, version: int) -> None:
             publish_parts(store, version)
         case "pull":
             pull(reader, folder, version)
+        case "island":
+            asyncio.run(follow(reader, folder, version))
+        case "next run":
+            asyncio.run(follow(VersionReader(store, NEXT), folder, version))
         case "merge":
             merge(reader, 0, version)
         case "gc":

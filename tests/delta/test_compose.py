@@ -45,7 +45,7 @@ def test_composition_and_inverse_are_bit_exact(seed: int, steps: int) -> None:
     apply(rolling, back)
     assert root(rolling) == root(states[0])
 
-    again, note = unpack_overwrites(pack_overwrites(merged, {"n": 1}), "j")
+    again, note = unpack_overwrites(b"".join(pack_overwrites(merged, {"n": 1})), "j")
     assert note == {"n": 1}
     replayed = clone_state(states[0])
     apply(replayed, again)
@@ -94,7 +94,7 @@ def test_restrict() -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "magic"])
 def test_a_torn_journal_is_refused_whole(damage: str) -> None:
-    blob = pack_overwrites(Overwrites({"a": patch((1, 10))}, {"w": torch.ones(3)}, ["x"]), {})
+    blob = b"".join(pack_overwrites(Overwrites({"a": patch((1, 10))}, {"w": torch.ones(3)}, ["x"]), {}))
     match damage:
         case "flip":
             blob = blob[:-3] + bytes([blob[-3] ^ 1]) + blob[-2:]

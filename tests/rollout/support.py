@@ -81,12 +81,15 @@ class Stack:
     patience_s: float = 5.0
     reader: Any = None
     chat_template: str | None = None
+    copy: Any = None
 
     def __post_init__(self) -> None:
         wake = asyncio.Event()
         self.gate = Gate(self.mode, wake, patience_s=self.patience_s)
         reader = self.reader or self.run.reader()
-        self.reconciler = Reconciler(reader, self.engine, self.gate, follow=self.follow, wake=wake, poll_s=0.01)
+        self.reconciler = Reconciler(
+            reader, self.engine, self.gate, follow=self.follow, wake=wake, poll_s=0.01, copy=self.copy
+        )
         self.service = Service(
             island_id="island-0",
             run_id=RUN,

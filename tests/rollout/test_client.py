@@ -3,104 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from sprawl.board.records import IslandRecord
 from sprawl.errors import BoardError, SprawlError
 from sprawl.rollout.client import RolloutClient
-from sprawl.rollout.fake import FakeEngine
-from sprawl.rollout.sidecar import build_app
 from sprawl.rollout.wire import (
-    GenerateRequest,
     GenerateResponse,
     NotReady,
     Sample,
     SamplingParams,
-    VersionPolicy,
     VersionSpan,
 )
+from tests.rollout.islands import live, record, request, stacks
 from tests.rollout.support import Stack, TinyRun, go, until
-
-FIVE_TOKENS = SamplingParams(n=2, max_new_tokens=5)
-
-
-def record(island_id: str, url: str, **changes: Any) -> IslandRecord:
-    facts: dict[str, Any] = {
-        "island_id": island_id,
-        "url": url,
-        "state": "ready",
-        "applied": 0,
-        "started_at": 1.0,
-        "heartbeat_at": time.time(),
-        "interval_s": 2.0,
-        **changes,
-    }
-    return IslandRecord(**facts)
-
-
-def request(params: SamplingParams = FIVE_TOKENS, **policy: int) -> GenerateRequest:
-    return GenerateRequest(input_ids=[5], sampling_params=params, weight_version=VersionPolicy(**policy))
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
-
-
-class LiveIsland:
-    """A sidecar with a fake engine on a real port."""
-
-    def __init__(self, island_id: str, stack: Stack, token: str | None = None) -> None:
-        stack.service.island_id = island_id
-        self.stack, self.island_id = stack, island_id
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        app = build_app(stack.service, token=token)
-        self.server = _Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
-
-    def start(self) -> None:
-        self.task = asyncio.ensure_future(self.server.serve(sockets=[self.listener]))
-
-    def die(self) -> None:
-        """Drop every connection without an answer and stop listening, as a killed process does."""
-        for connection in list(self.server.server_state.connections):
-            connection.transport.abort()
-        for server in self.server.servers:
-            server.close()
-        self.listener.close()
-
-    async def stop(self) -> None:
-        self.server.should_exit = True
-        await asyncio.gather(self.task, return_exceptions=True)
-
-
-@asynccontextmanager
-async def live(*stacks: Stack, token: str | None = None) -> AsyncIterator[list[LiveIsland]]:
-    async with contextlib.AsyncExitStack() as exits:
-        islands = []
-        for number, stack in enumerate(stacks):
-            await exits.enter_async_context(stack)
-            island = LiveIsland(f"island-{number}", stack, token)
-            island.start()
-            exits.push_async_callback(island.stop)
-            islands.append(island)
-        yield islands
-
-
-def stacks(count: int, versions: int = 1, token_s: float = 0.0, **options: Any) -> list[Stack]:
-    run = TinyRun().publish(versions)
-    return [Stack(run, FakeEngine(token_s=token_s), **options) for _ in range(count)]
 
 
 def test_groups_come_back_in_order_and_are_spread() -> None:
@@ -240,7 +161,7 @@ def test_queueing_behind_ones_own_groups_does_not_count_as_waiting() -> None:
 
 
 SPAN = VersionSpan(version=3, start=0, end=2)
-GOOD = Sample(token_ids=[1, 2], logprobs=[0.0, 0.0], finish_reason="length", spans=[SPAN])
+GOOD = Sample(token_ids=[1, 2], logprobs=[0.0, 0.0], finish_reason="stop", spans=[SPAN])
 
 
 @pytest.mark.parametrize(
@@ -250,7 +171,11 @@ GOOD = Sample(token_ids=[1, 2], logprobs=[0.0, 0.0], finish_reason="length", spa
         ([GOOD, GOOD.model_copy(update={"spans": [SPAN.model_copy(update={"version": 4})]})], "version 4"),
         ([GOOD, GOOD.model_copy(update={"spans": [SPAN.model_copy(update={"end": 1})]})], "do not cover"),
         ([GOOD, GOOD.model_copy(update={"logprobs": [0.0]})], "do not cover"),
-        ([GOOD, GOOD.model_copy(update={"finish_reason": "abort"})], "do not cover"),
+        ([GOOD, GOOD.model_copy(update={"finish_reason": "abort"})], "broken off"),
+        ([GOOD, GOOD.model_copy(update={"finish_reason": "length"})], "says it reached 5"),
+        ([GOOD, GOOD.model_copy(update={"logprobs": [0.0, float("nan")]})], "valid number"),
+        ([GOOD, GOOD.model_copy(update={"logprobs": [0.0, 0.5]})], "log-probs"),
+        ([GOOD, Sample(token_ids=[], logprobs=[], finish_reason="stop", spans=[])], "broken off"),
     ],
 )
 def test_an_answer_that_breaks_its_promise_is_not_accepted(wrong: list[Sample], said: str) -> None:
@@ -279,6 +204,8 @@ def test_a_draining_island_is_not_asked_again() -> None:
         asked: Counter[str] = Counter()
 
         def handle(posted: httpx.Request) -> httpx.Response:
+            if posted.method == "GET":
+                return httpx.Response(404)
             asked[posted.url.host] += 1
             if posted.url.host == "a":
                 records[0] = record("a", "http://a", state="draining")

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sprawl.rollout.gate import CommitMode, Gate, GateClosed, GateState, Refused
+from sprawl.rollout.gate import CommitMode, Gate, GateClosed, GateState, Refused, Rewind
 from sprawl.rollout.wire import VersionPolicy
 from tests.rollout.support import go, until
 
 ANY = VersionPolicy()
 EXACT_0 = VersionPolicy(exact_version=0)
 EXACT_1 = VersionPolicy(exact_version=1)
+EXACT_3 = VersionPolicy(exact_version=3)
 
 policies = st.builds(
     lambda low, width, kind: (
@@ -226,5 +227,61 @@ def test_a_cancellation_that_meets_a_wake_up_is_not_lost() -> None:
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter
+
+    go(scenario())
+
+
+def test_a_version_comes_once_and_in_order() -> None:
+    async def scenario() -> None:
+        gate = serving(3)
+        gate.state.run_id = "run-a"
+        for version in (3, 2):
+            with pytest.raises(Rewind, match=f"version {version} does not come after version 3"):
+                await gate.commit(version, nothing)
+            with pytest.raises(Rewind):
+                await gate.switch("run-a", version, nothing)
+        async with gate.admit(EXACT_3, 1):
+            pass
+        await gate.switch("run-a", 4, nothing)
+        await gate.switch("run-b", 0, nothing)
+        assert (gate.run_id, gate.version) == ("run-b", 0)
+
+    go(scenario())
+
+
+def test_a_run_switch_drains_and_strands_nobody() -> None:
+    async def scenario() -> None:
+        gate = serving(3)
+        gate.state.run_id = "run-a"
+        running = gate.admit(ANY, 1)
+        await running.__aenter__()
+        old = asyncio.ensure_future(gate.admit(VersionPolicy(min_version=4), 5).__aenter__())
+        await until(lambda: gate.waiting)
+        switch = asyncio.ensure_future(gate.switch("run-b", 0, nothing))
+        with pytest.raises(Refused, match="goes over to run run-b") as caught:
+            await old
+        assert caught.value.answer.retryable
+        with pytest.raises(Refused, match="run run-a is not served here"):
+            await gate.admit(VersionPolicy(run_id="run-a"), 5).__aenter__()
+        new = asyncio.ensure_future(gate.admit(VersionPolicy(exact_version=0, run_id="run-b"), 5).__aenter__())
+        open_ = asyncio.ensure_future(gate.admit(ANY, 5).__aenter__())
+        await asyncio.sleep(0.02)
+        assert not switch.done()
+        assert not new.done()
+        assert not open_.done()
+        await running.__aexit__(None, None, None)
+        await switch
+        assert {((await t).run_id, (await t).version) for t in (new, open_)} == {("run-b", 0)}
+
+    go(scenario())
+
+
+def test_nothing_is_installed_behind_a_closed_gate() -> None:
+    async def scenario() -> None:
+        gate = serving(0)
+        gate.close("this island is draining")
+        with pytest.raises(GateClosed):
+            await gate.commit(1, nothing)
+        assert gate.version == 0
 
     go(scenario())

@@ -8,9 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,94 +16,15 @@ import pytest
 import torch
 
 from sprawl.board import keys
-from sprawl.board.ledger import Ledger
-from sprawl.board.publisher import Publisher
-from sprawl.board.records import RunRecord
-from sprawl.board.store import open_store
 from sprawl.errors import SprawlError
-from sprawl.policy import Architecture, Decoder
 from sprawl.rollout.listen import IslandSettings, base_url, bind, is_loopback
-from tests.rollout.support import CHARACTERS, EOS, RUN, character_tokenizer
-
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": len(CHARACTERS),
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "eos_token_id": EOS,
-}
-
-
-class DiskRun:
-    """A run on a local board with a model that an island can really serve."""
-
-    def __init__(self, path: Path) -> None:
-        self.board = str(path)
-        self.store = open_store(self.board, create=True)
-        self.ledger = Ledger(self.store, RUN)
-        self.ledger.create_run(
-            RunRecord(
-                run_id=RUN,
-                created_at=time.time(),
-                config={"rollout": {"follow": "eager", "compute_dtype": "float32"}, "threads": {"island": 1}},
-                base_digest="",
-                parameters=0,
-                sprawl_version="0",
-            )
-        )
-        files = {
-            "config.json": json.dumps(CONFIG).encode(),
-            "tokenizer.json": character_tokenizer()._fast.to_str().encode(),
-        }
-        self._publisher = Publisher(self.store, RUN, keyframe_every=4, dtype="bfloat16", files=files)
-        self._next = 0
-
-    def publish(self, **more: torch.Tensor) -> None:
-        generator = torch.Generator().manual_seed(self._next)
-        state = {
-            name: (torch.randn(parameter.shape, generator=generator) * 0.3).bfloat16()
-            for name, parameter in Decoder(Architecture.from_hf(CONFIG)).state_dict().items()
-        }
-        self._publisher.publish(self._next, self._next, {**state, **more})
-        self._next += 1
+from tests.rollout.processes import DiskRun, command, environment, process, wait_for
+from tests.rollout.support import RUN
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> DiskRun:
     return DiskRun(tmp_path / "runs")
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SPRAWL_")}
-    return {**kept, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **more}
-
-
-def command(run: DiskRun, *arguments: str, kind: str = "island") -> list[str]:
-    return [sys.executable, "-m", "sprawl.cli", kind, "--board", run.board, *arguments]
-
-
-@contextmanager
-def process(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as out:
-        started = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=environment())
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.wait()
-
-
-def wait_for(found: Callable[[], Any], log: Path, limit_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if value := found():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"did not happen within {limit_s} s; the log says:\n{log.read_text()}")
 
 
 @pytest.mark.slow

@@ -191,3 +191,36 @@ def test_chat_without_a_usable_template_is_refused(template: str | None, said: s
         assert said in answer.json()["error"]["message"]
 
     with_client(check, chat_template=template)
+
+
+def test_messages_of_tools_reach_the_template() -> None:
+    extras = "{{ m.get('name', '') }}{{ m.get('tool_calls', []) | length }}"
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}" + extras + "\n{% endfor %}"
+
+    async def check(client: httpx.AsyncClient, stack: Stack) -> None:
+        call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+        ]
+        assert (await client.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
+        assert isinstance(stack.engine, FakeEngine)
+        prompt = next(call[1] for call in stack.engine.calls if call[0] == "generate")
+        assert prompt == tuple(stack.service.tokenizer.encode("user 1+10\nassistant 1\ntool 2add0\n"))
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        refused = await client.post("/v1/chat/completions", json={"messages": image})
+        assert refused.status_code == 400
+
+    with_client(check, engine=Speller("ok"), chat_template=template)
+
+
+def test_the_default_length_yields_to_the_context() -> None:
+    async def check(client: httpx.AsyncClient, stack: Stack) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": [[5], [5] * 4090]})
+        assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["length", "length"]
+        assert answer.json()["usage"]["completion_tokens"] == 12
+        asked = await client.post("/v1/completions", json={"prompt": [5] * 4090, "max_tokens": 16})
+        assert asked.json()["error"]["field"] == "max_new_tokens"
+
+    with_client(check)

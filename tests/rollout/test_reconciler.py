@@ -14,6 +14,7 @@ from sprawl.rollout.engine import EngineError
 from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.gate import GateClosed, Refused
 from sprawl.rollout.reconciler import next_target
+from sprawl.rollout.targets import LEAP
 from sprawl.rollout.wire import SamplingParams, VersionPolicy
 from tests.rollout.support import RUN, Stack, TinyRun, go, until
 
@@ -41,6 +42,13 @@ ANY = VersionPolicy()
         ("demand", 3, 5, [EXACT_3, ANY], None),
         ("eager", 3, 5, [], 4),
         ("eager", 5, 5, [VersionPolicy(min_version=9)], None),
+        ("eager", 3, 3 + LEAP, [], 4),
+        ("eager", 3, 40, [], 40),
+        ("eager", 3, 40, [VersionPolicy(exact_version=7), ANY], 7),
+        ("demand", 1, 40, [ANY], None),
+        ("demand", 1, 40, [EXACT_3], 3),
+        ("demand", 1, 40, [VersionPolicy(min_version=30), VersionPolicy(min_version=50)], 30),
+        ("demand", 1, 40, [VersionPolicy(min_version=50)], 40),
     ],
 )
 def test_next_target(follow, applied, head, waiting, expected) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sprawl.rollout.rows import spans_of
-from sprawl.rollout.sampling import NonFiniteLogits, derive_seeds, sample, uniforms
+from sprawl.rollout.sampling import BROKEN, derive_seeds, sample, uniforms
 
 
 @given(seed=st.integers(-(2**70), 2**70), position=st.integers(0, 10_000), others=st.lists(st.integers(0, 99)))
@@ -56,10 +56,14 @@ def test_temperature_zero_is_greedy_with_logprobs_at_one() -> None:
     assert logprobs[0] == pytest.approx(float(torch.log_softmax(logits, -1)[0, 1]))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_broken_logits_are_refused(bad: float) -> None:
-    with pytest.raises(NonFiniteLogits):
-        sample(torch.tensor([[0.0, bad]]), 1.0, np.array([0.5]))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_broken_logits_give_no_token_and_spoil_no_other_row(bad: float) -> None:
+    good = torch.tensor([0.3, -1.0])
+    tokens, logprobs = sample(torch.stack([good, torch.tensor([0.0, bad]), good]), 1.0, np.array([0.5, 0.5, 0.5]))
+    alone = sample(good.unsqueeze(0), 1.0, np.array([0.5]))
+    assert tokens[1] == BROKEN
+    assert np.isnan(logprobs[1])
+    assert (tokens[::2], logprobs[::2]) == (alone[0] * 2, alone[1] * 2)
 
 
 def test_derived_seeds_start_with_the_seed_and_do_not_overlap() -> None:

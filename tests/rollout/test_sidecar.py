@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ import pytest
 
 from sprawl.rollout import http
 from sprawl.rollout.fake import FakeEngine
+from sprawl.rollout.refusals import Busy
 from sprawl.rollout.sidecar import build_app
 from sprawl.rollout.wire import GenerateResponse, ServerInfo
 from tests.rollout.support import RUN, Stack, TinyRun, go, until
@@ -101,6 +104,37 @@ def test_what_is_wrong_is_refused_by_name(route: str, body: Any, field: str) -> 
     with_client(check)
 
 
+ROUTES = {
+    "/generate": {"input_ids": [1]},
+    "/v1/completions": {"prompt": [1]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "1"}]},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_policies_fail_closed_on_every_route(route: str) -> None:
+    wrong: list[tuple[Any, str]] = [
+        ([], "weight_version"),
+        ({"minimum": 1}, "weight_version.minimum"),
+        ({"min_version": 3, "max_version": 2}, "weight_version"),
+        ({"exact_version": 2, "max_version": 2}, "weight_version"),
+        ({"run_id": 7}, "weight_version.run_id"),
+    ]
+    for name in ("min_version", "max_version", "exact_version"):
+        wrong += [({name: value}, f"weight_version.{name}") for value in (-1, True, False, 1.0, 1.5, "1", [1], {})]
+
+    async def check(client: httpx.AsyncClient, stack: Stack) -> None:
+        for policy, field in wrong:
+            for stream in (False, True):
+                body = {**ROUTES[route], "stream": stream, "weight_version": policy}
+                answer = await client.post(route, json=body)
+                assert (answer.status_code, answer.json()["error"]["field"]) == (400, field), policy
+        assert isinstance(stack.engine, FakeEngine)
+        assert not stack.engine.calls
+
+    with_client(check)
+
+
 def test_version_refusals_are_flat_409s() -> None:
     async def check(client: httpx.AsyncClient, stack: Stack) -> None:
         async def ask(**policy: int) -> httpx.Response:
@@ -136,7 +170,7 @@ def test_nothing_in_service_is_a_503_with_retry_after() -> None:
 def test_health_follows_what_the_island_can_do() -> None:
     async def check(client: httpx.AsyncClient, stack: Stack) -> None:
         await until(lambda: stack.gate.version == 2)
-        assert (await client.get("/health")).json() == {"status": "ok", "applied": 2}
+        assert (await client.get("/health")).json() == {"status": "ok", "ready": True, "applied": 2}
         stack.gate.close("this island is draining")
         answer = await client.get("/health")
         assert answer.status_code == 503
@@ -156,7 +190,8 @@ def test_information_routes() -> None:
         await client.post("/generate", json={"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}})
         await client.post("/generate", json={"input_ids": [5], "bad": 1})
         info = ServerInfo.model_validate((await client.get("/server_info")).json())
-        assert (info.applied, info.versions_verified, info.run_id, info.sync_state) == (2, 1, RUN, "IDLE")
+        assert (info.applied, info.applied_version) == (f"{RUN}/weight_v000002", 2)
+        assert (info.versions_verified, info.run_id, info.sync_state) == (1, RUN, "IDLE")
         metrics = (await client.get("/metrics")).text.splitlines()
         for line in (
             "sprawl_version_applied 2",
@@ -168,7 +203,7 @@ def test_information_routes() -> None:
             assert line in metrics
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == RUN
         assert (await client.post("/wake")).status_code == 200
-        missing = await client.get("/update_weights")
+        missing = await client.get("/updates")
         assert missing.status_code == 404
         assert "POST /generate" in missing.json()["error"]["message"]
         assert (await client.get("/generate")).status_code == 405
@@ -183,6 +218,7 @@ def test_wake_cuts_the_nap_short() -> None:
         stack.reconciler._poll_s = 60.0
         async with client_of(stack) as client:
             await until(lambda: stack.gate.version == 0)
+            await asyncio.sleep(0.1)  # until it naps
             run.publish()
             await asyncio.sleep(0.1)
             assert stack.gate.version == 0
@@ -210,6 +246,52 @@ def test_a_body_over_the_limit_is_a_413(monkeypatch: pytest.MonkeyPatch) -> None
     with_client(check)
 
 
+def test_bodies_are_bounded_together_and_in_time() -> None:
+    async def scenario() -> None:
+        inside = asyncio.Event()
+        leave = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive()).get("more_body"):
+                pass
+            inside.set()
+            await leave.wait()
+
+        intake = http.Intake(app, each=100, together=150, seconds=0.1)
+        scope = {"type": "http", "headers": []}
+
+        def body_of(size: int) -> Callable[[], Awaitable[dict[str, Any]]]:
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": bytes(size), "more_body": False}
+
+            return receive
+
+        async def dribble() -> dict[str, Any]:
+            await asyncio.sleep(0.02)
+            return {"type": "http.request", "body": b" ", "more_body": True}
+
+        async def send(message: Any) -> None:
+            raise AssertionError("nothing is answered here")
+
+        first = asyncio.ensure_future(intake(scope, body_of(100), send))
+        await inside.wait()
+        with pytest.raises(Busy):
+            await intake(scope, body_of(60), send)
+        with pytest.raises(http.TooLarge):
+            await intake(scope, body_of(101), send)
+        with pytest.raises(http.TooLarge):
+            await intake({**scope, "headers": [(b"content-length", b"101")]}, dribble, send)
+        with pytest.raises(http.TooSlow):
+            await intake(scope, dribble, send)
+        assert http.response_of(http.TooSlow("late")).status_code == 408
+        leave.set()
+        await first
+        await intake(scope, body_of(100), send)
+        assert intake.held == 0
+
+    go(scenario())
+
+
 def test_a_token_is_required_where_there_is_one() -> None:
     async def scenario() -> None:
         stack = Stack(TinyRun().publish(1))
@@ -228,18 +310,16 @@ def test_a_token_is_required_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_stops_its_generation(stream: bool) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_client_that_leaves_stops_its_generation(route: str, stream: bool) -> None:
     async def scenario() -> None:
         engine = FakeEngine(token_s=0.01)
-        stack = Stack(TinyRun().publish(1), engine)
+        stack = Stack(TinyRun().publish(1), engine, chat_template="{{ messages[0].content }}")
         app = build_app(stack.service)
         sent: list[dict[str, Any]] = []
         gone = asyncio.Event()
-        if stream:
-            route, wanted = "/v1/completions", {"prompt": "1", "max_tokens": 4000, "stream": True}
-        else:
-            route, wanted = "/generate", {"text": "1", "sampling_params": {"max_new_tokens": 4000}}
-        body = json.dumps(wanted).encode()
+        many = {"sampling_params": {"max_new_tokens": 4000}} if route == "/generate" else {"max_tokens": 4000}
+        body = json.dumps({**ROUTES[route], **many, "stream": stream}).encode()
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
@@ -259,6 +339,8 @@ def test_a_client_that_leaves_stops_its_generation(stream: bool) -> None:
             await asyncio.wait_for(request, 2)
             assert (engine.cancelled, engine.active, stack.gate.active, stack.service.held) == (1, 0, 0, 0)
             assert stack.service.counters.cancelled == 1
+            assert stream or stack.service.counters.requests == {(route, 499): 1}
+            assert stream or sent[0]["status"] == 499
 
     go(scenario())
 
@@ -275,3 +357,34 @@ def test_an_unexpected_error_is_a_500_that_hides_its_details() -> None:
         assert stack.gate.active == 0
 
     with_client(check, engine=Broken())
+
+
+def test_every_metric_is_well_formed_and_documented() -> None:
+    documented = set(re.findall(r"`(sprawl_[a-z_]+)`", Path("docs/operations.md").read_text()))
+
+    async def check(client: httpx.AsyncClient, stack: Stack) -> None:
+        stack.service.island_id = 'a "b"\\\n'
+        await client.post("/generate", json={"input_ids": [5]})
+        await client.post("/pause")
+        await client.post("/nothing")
+        answer = await client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        kinds: dict[str, str] = {}
+        for line in answer.text.splitlines():
+            if line.startswith("# TYPE "):
+                _, _, name, kinds[name] = line.split()
+            elif not line.startswith("#"):
+                row = re.fullmatch(r'([a-z_]+)(\{[a-z_]+="[^\n]*"\})? ([0-9.e+-]+)', line)
+                assert row, line
+                name = row[1]
+                if name not in kinds:
+                    name = name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
+                    assert kinds[name] == "histogram"
+                assert (kinds[name] == "counter") == name.endswith("_total")
+        assert set(kinds) | {"sprawl_engine_queued_groups"} == documented
+        text = answer.text.splitlines()
+        assert 'sprawl_requests_total{route="(blocked)",status="403"} 1' in text
+        assert 'sprawl_request_seconds_bucket{route="/generate",le="+Inf"} 1' in text
+        assert any(r'island_id="a \"b\"\\\n"' in line for line in text)
+
+    with_client(check)

@@ -11,7 +11,7 @@ from sprawl.board.keys import rollouts
 from sprawl.board.store import MemoryStore
 from sprawl.errors import IntegrityError
 from sprawl.problems import Problem, load_problem_set
-from sprawl.rollout.trajectories import Sampled, from_bytes, to_bytes
+from sprawl.rollout.trajectories import Sampled, Span, from_bytes, to_bytes
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, Sample, SamplingParams, VersionSpan
 from sprawl.run.collector import Collector, make_batch, prompt_numbers, sample_seed, version_policy
 from tests.train.helpers import make_batch as training_batch
@@ -46,6 +46,8 @@ def test_batch_lays_out_prompt_and_response_per_sample() -> None:
     assert batch.islands == ("island-0", "island-1")
     assert batch.truncated is not None
     assert batch.truncated.tolist() == [False] * 4
+    assert batch.loss_mask is None
+    assert batch.spans_of(1) == [Span(4, 0, 1, "island-0"), Span(5, 1, 2, "island-0"), Span(5, 2, 3, "island-0")]
     assert batch.flat_logprobs(torch.tensor([1, 3])).tolist() == [0.0, -0.5, -1.0, 0.0]
 
 
@@ -56,13 +58,14 @@ def test_trajectories_round_trip_and_damage_is_found() -> None:
     again = from_bytes(data, "here")
     assert torch.equal(again.tokens, batch.tokens)
     assert again.islands == batch.islands
-    assert (again.truncated, again.sampled) == (None, None)
-    more = replace(batch, truncated=torch.arange(batch.samples) == 1, sampled=Sampled(7, 0.25))
+    assert (again.truncated, again.draws) == (None, None)
+    finish = (2 * (torch.arange(batch.samples) == 1)).to(torch.uint8)
+    more = replace(batch, finish=finish, draws=Sampled(7, 0.25))
     full = from_bytes(to_bytes(more), "here")
-    assert full.sampled == Sampled(7, 0.25)
+    assert full.draws == Sampled(7, 0.25)
     assert full.truncated is not None
     assert full.truncated.tolist() == [row == 1 for row in range(batch.samples)]
-    for damaged in (data[:-1], data[:20], b"", data.replace(b"sprawl-rollouts-1", b"sprawl-rollouts-9")):
+    for damaged in (data[:-1], data[:20], b"", data.replace(b"sprawl-rollouts-2", b"sprawl-rollouts-9")):
         with pytest.raises(IntegrityError, match="here"):
             from_bytes(damaged, "here")
 
@@ -154,10 +157,10 @@ def test_dynamic_sampling_replaces_groups_without_an_advantage(
     assert scores == [{"h": 0.5, "r": 1.0, "w": 0.0}[letter] for letter in kept]
     assert len(set(batch.groups.tolist())) == 3
     if groups is None:
-        assert batch.sampled is None
+        assert batch.draws is None
     else:
         everything = [{"h": 0.5, "r": 1.0, "w": 0.0}[letter] for letter in script]
-        assert batch.sampled is not None
-        assert batch.sampled.groups == groups
-        assert batch.sampled.reward == pytest.approx(sum(everything) / groups)
+        assert batch.draws is not None
+        assert batch.draws.groups == groups
+        assert batch.draws.reward == pytest.approx(sum(everything) / groups)
     assert store.exists(rollouts("r", 2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 
@@ -9,7 +11,7 @@ from sprawl.anchor.replay import replay
 from sprawl.train import grpo
 from sprawl.train.boundary import PrfCodec
 from sprawl.train.correction import correct_gradients
-from sprawl.train.pipeline import StagedPolicy, pack
+from sprawl.train.pipeline import StagedPolicy, pack, pack_rows
 from sprawl.train.probe import compare_gradients
 from sprawl.train.trainer import Trainer
 from tests.train.helpers import make_batch, make_config, make_decoder
@@ -248,3 +250,32 @@ def test_off_policy_correction_reads_the_samplers_log_probs() -> None:
     assert abs(results[1].grad_norm - results[0].grad_norm) < 1e-4
     assert abs(results[2].grad_norm - results[0].grad_norm) < 1e-4
     assert (results[0].off_policy_cut, results[1].off_policy_cut) == (None, 0.0)
+
+
+def test_tokens_that_the_policy_did_not_sample_are_read_but_not_trained_on() -> None:
+    batch = make_batch()
+    mask = torch.arange(batch.logprobs.shape[1])[None].repeat(batch.samples, 1) != 1
+    masked = dataclasses.replace(batch, loss_mask=mask)
+    rows = torch.arange(batch.samples)
+    whole, part = pack_rows(batch, rows), pack_rows(masked, rows)
+    assert torch.equal(part.ids, whole.ids)
+    kept = [
+        (row, position)
+        for row in range(batch.samples)
+        for position in range(int(batch.response_lengths[row]))
+        if position != 1
+    ]
+    expected = [int(batch.tokens[row, batch.prompt_lengths[row] + position]) for row, position in kept]
+    assert part.targets.tolist() == expected
+    assert len(expected) == masked.response_tokens < batch.response_tokens
+    assert masked.flat_logprobs(rows).tolist() == [float(batch.logprobs[row, position]) for row, position in kept]
+
+    config = make_config(boundary={"codec": "dense"})
+    wild = batch.logprobs.masked_fill(~mask, -50.0)  # what stands where nothing was sampled must not matter
+    results = []
+    for given in (masked, dataclasses.replace(masked, logprobs=wild)):
+        trainer = Trainer(make_decoder(), make_decoder(), config)
+        stats = trainer.step(1, given, None)
+        results.append((stats.loss, stats.mismatch, [p.detach().clone() for p in trainer.decoder.parameters()]))
+    assert results[0][:2] == results[1][:2]
+    assert all(torch.equal(one, other) for one, other in zip(results[0][2], results[1][2], strict=True))

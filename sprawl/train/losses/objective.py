@@ -48,7 +48,7 @@ def make_targets(batch: RolloutBatch, config: RunConfig) -> Targets:
         include &= ~truncated(batch, limit)
     if grpo.zero_groups == "drop":
         include &= ~uniform_groups(rewards, groups)
-    return Targets(group_advantages(rewards, groups, grpo.advantage), include, batch.response_lengths.long())
+    return Targets(group_advantages(rewards, groups, grpo.advantage), include, batch.sampled_lengths.long())
 
 
 def truncated(batch: RolloutBatch, limit: int) -> Tensor:

@@ -222,7 +222,7 @@ def test_zero_groups_and_truncated_samples_leave_numerator_and_denominator() -> 
     rows = torch.arange(12)
     kept = batch.response_lengths[4:].sum()
     assert dropped.weights(rows, make_config()).tolist() == pytest.approx([0.0] * 4 + [1 / float(kept)] * 8)
-    object.__setattr__(batch, "truncated", torch.arange(12) == 5)
+    object.__setattr__(batch, "finish", (2 * (torch.arange(12) == 5)).to(torch.uint8))
     filtered = make_targets(batch, make_config(grpo={"overlong": {"kind": "filter"}}))
     assert filtered.include.tolist() == [row != 5 for row in range(12)]
     config = make_config(grpo={"overlong": {"kind": "penalty", "buffer": 4}}, rollout={"max_new_tokens": 4})
