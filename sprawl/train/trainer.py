@@ -142,9 +142,9 @@ class Trainer:
 
     def plan(self, batch: RolloutBatch) -> list[list[Microbatch]]:
         """The updates of an epoch: whole groups each, their numbers at most one apart, cut into microbatches."""
-        groups = len(torch.unique_consecutive(batch.groups))
-        rows_of = torch.arange(batch.samples).view(groups, -1)
-        parts = [part.flatten() for part in rows_of.tensor_split(min(groups, self.config.grpo.minibatches))]
+        _, sizes = torch.unique_consecutive(batch.groups, return_counts=True)
+        shares = sizes.tensor_split(min(len(sizes), self.config.grpo.minibatches))
+        parts = torch.arange(batch.samples).split([int(share.sum()) for share in shares])
         return [
             [
                 Microbatch(rows, pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, rows))
