@@ -90,8 +90,8 @@ class StepRecord(Record):
     mismatch_dense: float | None = Field(None, description="The same against the dense view; None without a probe.")
     ratio_max_error: float = Field(description="max |ratio - 1| on the step's first update; 0 by construction.")
     clip_share: float = Field(description="Share of response tokens whose ratio was clipped.")
-    loss: float
-    grad_norm: float = Field(description="Global L2 norm before clipping and before the sign correction.")
+    loss: float = Field(description="Mean over the step's updates.")
+    grad_norm: float = Field(description="Global L2 norm before clipping and sign correction (last update).")
     applied: bool = Field(description="False when the gradient was not finite and the step was refused.")
     sign_fire: int | None = Field(None, description="Step of the fire whose sign map corrected this gradient.")
     sign_age: int | None = Field(None, description="Optimizer steps since that fire.")

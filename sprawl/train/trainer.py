@@ -115,7 +115,7 @@ class Trainer:
                 break
         tokens = batch.response_tokens
         return StepStats(
-            loss=totals.loss / config.epochs,
+            loss=totals.loss / (number + 1),
             grad_norm=applied.norm,
             applied=applied.ok,
             entropy=totals.entropy / tokens,
@@ -141,12 +141,13 @@ class Trainer:
         return self.config.rollout.temperature
 
     def plan(self, batch: RolloutBatch) -> list[list[Microbatch]]:
-        """The updates of an epoch: whole groups each, as even as they come, cut into microbatches."""
-        groups = len(torch.unique_consecutive(batch.groups))
-        size = -(-groups // self.config.grpo.minibatches) * (batch.samples // groups)
+        """The updates of an epoch: whole groups each, their numbers at most one apart, cut into microbatches."""
+        _, sizes = torch.unique_consecutive(batch.groups, return_counts=True)
+        shares = sizes.tensor_split(min(len(sizes), self.config.grpo.minibatches))
+        parts = torch.arange(batch.samples).split([int(share.sum()) for share in shares])
         return [
             [Microbatch(rows, pack_rows(batch, rows)) for rows in part.split(self.config.grpo.microbatch_rows)]
-            for part in torch.arange(batch.samples).split(size)
+            for part in parts
         ]
 
     def _with_old(self, micro: Microbatch, codec: BoundaryCodec, step: int, wire: WireCounter) -> Microbatch:

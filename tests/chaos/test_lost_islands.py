@@ -14,8 +14,8 @@ import pytest
 from sprawl.board.records import IslandRecord
 from sprawl.rollout.client import RolloutClient
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, SamplingParams, VersionPolicy
-from tests.rollout.support import go
 from tests.rollout.processes import DiskRun, command, process, wait_for
+from tests.rollout.support import go
 
 GROUPS, SAMPLES, TOKENS = 18, 4, 160
 

@@ -19,8 +19,8 @@ from sprawl.board.store import open_store
 from sprawl.episodes import Episode, Turn, record_turn, trajectory
 from sprawl.problems import Problem
 from sprawl.rollout.trajectories import batch_of, from_bytes, to_bytes
-from tests.rollout.support import RUN, character_tokenizer
 from tests.rollout.processes import CONFIG, DiskRun, command, process, wait_for
+from tests.rollout.support import RUN, character_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}a "
 WANTED = {"weight_version": {"min_version": 1}, "return_token_ids": True}

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from blake3 import blake3
+from safetensors.torch import save
 
 from sprawl.anchor.replay import replay
+from sprawl.anchor.service import read_bases
+from sprawl.board import keys
+from sprawl.board.store import MemoryStore
 from sprawl.errors import IntegrityError
 from sprawl.train.boundary import SubspaceCodec, WireCounter, cross
 from sprawl.train.codecs import BasisObserver
 from sprawl.train.codecs.subspace import initial_basis
 from sprawl.train.trainer import Trainer
+from tests.report.plausible import make_fire
 from tests.train.codecs.support import through, token_ids
 from tests.train.helpers import make_batch, make_config, make_decoder
 
@@ -101,3 +107,18 @@ def test_the_anchor_fits_a_basis_a_boundary_without_changing_its_gradient() -> N
 def test_a_basis_of_another_width_is_refused() -> None:
     with pytest.raises(IntegrityError, match=r"basis of boundary 2 has shape \(32, 5\)"):
         SubspaceCodec(3, 0.25).use({2: torch.zeros(32, 5)})
+
+
+def test_bases_of_a_fire_are_read_back_and_damage_is_found() -> None:
+    store, bases = MemoryStore(), {0: initial_basis(1, 0, 32, 8), 2: initial_basis(1, 2, 32, 8)}
+    data = save({str(layer): basis for layer, basis in bases.items()})
+    fire = make_fire(40, basis_digest=blake3(data).hexdigest(), basis_bytes=len(data))
+    store.put(keys.bases("r", 40, fire.basis_digest or ""), data)
+    again = read_bases(store, "r", fire)
+    assert again is not None
+    assert sorted(again) == [0, 2]
+    assert all(torch.equal(again[layer], basis) for layer, basis in bases.items())
+    assert read_bases(store, "r", make_fire(40)) is None
+    store.put(keys.bases("r", 40, fire.basis_digest or ""), data[:-1] + b"x")
+    with pytest.raises(IntegrityError, match="bases of fire 40: their bytes are not the committed ones"):
+        read_bases(store, "r", fire)
