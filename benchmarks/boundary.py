@@ -130,7 +130,7 @@ def tiny_share(config: RunConfig, batch: RolloutBatch, repeats: int) -> StepShar
     """The real step of the tiny run, without the probes that not every step has."""
     trainer = Trainer(tiny_model(config)[0], tiny_model(config)[0], config)
     codec, hidden = PrfCodec(config.seed, config.boundary.ratio), trainer.decoder.arch.hidden
-    boundaries = trainer.policy.boundaries
+    boundaries = config.policy.stages - 1
     packs = [micro.packed for update in trainer.plan(batch) for micro in update]
     masks, steps, number = [], [], 1
     for _ in range(repeats + 1):

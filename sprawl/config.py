@@ -62,6 +62,25 @@ class PolicyConfig(Section):
     stages: Positive = Field(8, description="Pipeline stages; boundaries = stages - 1.")
     split: list[Positive] | None = Field(None, description="Layers per stage; default: as even as possible.")
     compute_dtype: Dtype = Field("float32", description="Matmul dtype of the trainer (masters are always fp32).")
+    gradient_checkpointing: bool = Field(
+        False, description="Keep a layer's input only and compute the rest again in the backward pass: memory for time."
+    )
+    runtime: Literal["single", "multi"] = Field(
+        "single",
+        description="multi: a process a stage, only boundary payloads cross between them; single: one process.",
+    )
+    replicas: Positive = Field(1, description="Copies of the pipeline that share a step's microbatches; needs multi.")
+
+    @property
+    def processes(self) -> int:
+        """Trainer processes."""
+        return self.stages * self.replicas if self.runtime == "multi" else 1
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicyConfig:
+        if self.replicas > 1 and self.runtime == "single":
+            raise ValueError(f"replicas={self.replicas} needs runtime: multi")
+        return self
 
 
 class ProblemsConfig(Section):

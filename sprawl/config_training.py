@@ -87,3 +87,6 @@ class GrpoConfig(Section):
     epochs: Positive = Field(1, description="Inner epochs over one batch.")
     minibatches: Positive = Field(1, description="Optimizer updates an inner epoch, each on its share of the rows.")
     microbatch_rows: Positive = Field(64, description="Sequences per forward/backward.")
+    microbatch_tokens: Positive | None = Field(
+        None, description="Tokens per forward/backward instead: sequences of like length together, at most this many."
+    )

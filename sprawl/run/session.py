@@ -421,7 +421,7 @@ class RunSession:
 
     def _describe_boundary(self) -> str:
         sent = self.trainer.codec.describe(self.trainer.decoder.arch.hidden)
-        return f"{sent} at {self.trainer.policy.boundaries} boundaries"
+        return f"{sent} at {self.config.policy.stages - 1} boundaries"
 
     def _train_receipt(self, step: int, started: float, *, skipped: bool) -> TrainReceipt:
         stats = self._stats

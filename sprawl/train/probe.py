@@ -7,16 +7,17 @@ long-horizon stability, not by the error of its activations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sprawl.board.records import GradientViews
 from sprawl.train import grpo
-from sprawl.train.codecs import BoundaryCodec, DenseCodec, WireCounter
-from sprawl.train.pipeline import Packed, StagedPolicy
+from sprawl.train.codecs import DenseCodec
+from sprawl.train.passes import Alone, Crossing, Fabric, Passes
+from sprawl.train.pipeline import Packed
 
 
 @dataclass(frozen=True)
@@ -29,35 +30,37 @@ class ViewProbe:
     mismatch_dense: float | None = None
 
 
-@torch.no_grad()
 def probe_views(
-    policy: StagedPolicy,
-    reference: StagedPolicy,
-    packed: Packed,
-    sampler: Tensor,
-    codec: BoundaryCodec,
-    step: int,
-    temperature: float,
-    *,
-    dense: bool,
-    wire: WireCounter,
+    passes: Passes, packs: Sequence[Packed], sampler: Sequence[Tensor], crossing: Crossing, *, dense: bool
 ) -> ViewProbe:
-    """KL to the reference through the codec and, when `dense`, everything without it. `sampler`: [m] log-probs."""
+    """KL to the reference through the codec and, when `dense`, everything without it. `sampler`: [m] log-probs a pack.
 
-    def read(model: StagedPolicy, through: BoundaryCodec) -> Tensor:
-        return model.distributions(packed, codec=through, step=step, temperature=temperature, wire=wire)
-
-    kl = float(grpo.kl_exact(read(policy, codec), read(reference, codec)).mean())
+    Where the last stage is elsewhere every number is 0.
+    """
+    kl = _kl(passes, packs, crossing)[0]
     if not dense:
         return ViewProbe(kl)
-    seen = read(policy, DenseCodec())
-    taken = seen.gather(1, packed.targets[:, None]).squeeze(1)
-    return ViewProbe(
-        kl=kl,
-        kl_dense=float(grpo.kl_exact(seen, read(reference, DenseCodec())).mean()),
-        entropy_dense=float(grpo.entropy(seen).mean()),
-        mismatch_dense=float((taken - sampler).abs().mean()),
+    kl_dense, seen = _kl(passes, packs, replace(crossing, codec=DenseCodec()))
+    count = max(1, sum(len(distribution) for distribution in seen.values()))
+    entropy = sum(float(grpo.entropy(distribution).sum()) for distribution in seen.values())
+    mismatch = sum(
+        float((distribution.gather(1, packs[number].targets[:, None]).squeeze(1) - sampler[number]).abs().sum())
+        for number, distribution in seen.items()
     )
+    return ViewProbe(kl, kl_dense, entropy / count, mismatch / count)
+
+
+def _kl(passes: Passes, packs: Sequence[Packed], crossing: Crossing) -> tuple[float, dict[int, Tensor]]:
+    """Mean over tokens, and the policy's log-probs [m, V] a pack."""
+    seen: dict[int, Tensor] = {}
+    sums: dict[int, float] = {}
+    passes.read("policy", packs, crossing, seen.__setitem__)
+
+    def compare(number: int, reference: Tensor) -> None:
+        sums[number] = float(grpo.kl_exact(seen[number], reference).sum())
+
+    passes.read("reference", packs, crossing, compare)
+    return sum(sums.values()) / max(1, sum(len(distribution) for distribution in seen.values())), seen
 
 
 def take_gradients(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
@@ -77,6 +80,7 @@ class GradientProbe:
     cosine: float
     norm_ratio: float
     sign_agreement: float
+    fabric: Fabric
 
     def views(self, corrected: Mapping[str, Tensor], signs: Mapping[str, Tensor] | None) -> GradientViews:
         """The record, once the gradient is `corrected` and ready for the optimizer."""
@@ -84,40 +88,51 @@ class GradientProbe:
             cosine=self.cosine,
             norm_ratio=self.norm_ratio,
             sign_agreement=self.sign_agreement,
-            corrected_cosine=_cosine(corrected, self.dense)[0],
-            dense_sign_agreement=None if signs is None else _agreement_with_signs(self.dense, signs),
+            corrected_cosine=_cosine(corrected, self.dense, self.fabric)[0],
+            dense_sign_agreement=None if signs is None else _agreement_with_signs(self.dense, signs, self.fabric),
         )
 
 
-def compare_gradients(compressed: Mapping[str, Tensor], dense: dict[str, Tensor]) -> GradientProbe:
-    """Cosine and norm ratio over all parameters as one vector, sums in fp64."""
-    cosine, ratio = _cosine(compressed, dense)
+def compare_gradients(
+    compressed: Mapping[str, Tensor], dense: dict[str, Tensor], fabric: Fabric | None = None
+) -> GradientProbe:
+    """Cosine and norm ratio over all parameters of the model as one vector, sums in fp64."""
+    fabric = fabric or Alone()
+    cosine, ratio = _cosine(compressed, dense, fabric)
     agreeing, present = 0, 0
     for name, gradient in dense.items():
-        product = gradient.sign() * compressed[name].sign()
-        agreeing += int((product > 0).sum())
-        present += int((product != 0).sum())
-    return GradientProbe(dense, cosine, ratio, agreeing / present if present else float("nan"))
+        if fabric.counts(name):
+            product = gradient.sign() * compressed[name].sign()
+            agreeing += int((product > 0).sum())
+            present += int((product != 0).sum())
+    return GradientProbe(dense, cosine, ratio, _share(agreeing, present, fabric), fabric)
 
 
-def _cosine(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> tuple[float, float]:
+def _share(part: int, whole: int, fabric: Fabric) -> float:
+    """part / whole over all processes; nan where there is nothing."""
+    parts, wholes = fabric.add(torch.tensor([part, whole], dtype=torch.float64)).tolist()
+    return parts / wholes if wholes else float("nan")
+
+
+def _cosine(first: Mapping[str, Tensor], second: Mapping[str, Tensor], fabric: Fabric) -> tuple[float, float]:
     """(cosine, |first| / |second|); nan where a norm is zero."""
-    product, one, other = 0.0, 0.0, 0.0
+    sums = torch.zeros(3, dtype=torch.float64)
     for name, gradient in second.items():
-        # Sums of products in fp32 lose the small tensors of a large model: one fp64 copy of one tensor at a time.
-        left, right = first[name].double().flatten(), gradient.double().flatten()
-        product += float(left @ right)
-        one += float(left @ left)
-        other += float(right @ right)
+        if fabric.counts(name):
+            # Sums of products in fp32 lose the small tensors of a large model: one fp64 copy of one tensor at a time.
+            left, right = first[name].double().flatten(), gradient.double().flatten()
+            sums += torch.stack((left @ right, left @ left, right @ right))
+    product, one, other = fabric.add(sums).tolist()
     scale = (one * other) ** 0.5
     return product / scale if scale else float("nan"), (one / other) ** 0.5 if other else float("nan")
 
 
-def _agreement_with_signs(gradients: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> float:
+def _agreement_with_signs(gradients: Mapping[str, Tensor], signs: Mapping[str, Tensor], fabric: Fabric) -> float:
     """Share of non-zero elements whose sign is that of the sign map (True: +1); nan when there are none."""
     agreeing, present = 0, 0
     for name, positive in signs.items():
-        nonzero = gradients[name] != 0
-        agreeing += int(((gradients[name] > 0) == positive)[nonzero].sum())
-        present += int(nonzero.sum())
-    return agreeing / present if present else float("nan")
+        if name in gradients and fabric.counts(name):
+            nonzero = gradients[name] != 0
+            agreeing += int(((gradients[name] > 0) == positive)[nonzero].sum())
+            present += int(nonzero.sum())
+    return _share(agreeing, present, fabric)

@@ -15,13 +15,16 @@ from torch import Tensor
 from sprawl.board.records import GradientViews
 from sprawl.config import RunConfig
 from sprawl.policy import Decoder
+from sprawl.policy.stage import parameter_names
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.train import grpo
 from sprawl.train.boundary import BoundaryCodec, DenseCodec, SubspaceCodec, WireCounter, make_codec
-from sprawl.train.correction import correct_gradients
+from sprawl.train.correction import Agreement, correct_gradient
 from sprawl.train.losses.objective import Targets, make_targets, microbatch_loss
 from sprawl.train.optimizer import RunOptimizer, build_optimizer
-from sprawl.train.pipeline import Packed, StagedPolicy, pack_rows
+from sprawl.train.passes import Alone, Crossing, Fabric, LocalPasses, Passes, Which
+from sprawl.train.pipeline import StagedPolicy, TokenStats
+from sprawl.train.plan import Microbatch, check_lengths, cut, plan_updates
 from sprawl.train.probe import GradientProbe, ViewProbe, compare_gradients, probe_views, take_gradients
 
 
@@ -55,27 +58,29 @@ def make_optimizer(decoder: Decoder, config: RunConfig) -> RunOptimizer:
     return build_optimizer(decoder, config.optimizer)
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """Rows of a batch ([b] int64), packed, and the trainer's log-probs [m] before the step where they are needed."""
-
-    rows: Tensor
-    packed: Packed
-    old: Tensor | None = None
-
-
 class Trainer:
-    """Policy, frozen reference and optimizer of one run."""
+    """Policy, frozen reference and optimizer of one run, or of one stage of it.
 
-    def __init__(self, decoder: Decoder, reference: Decoder, config: RunConfig) -> None:
+    In a process of its own a stage has its slice of both decoders, `passes` that reach its neighbours and a `fabric`
+    with all others; every process then makes the same calls. Without them the whole model is here.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        reference: Decoder,
+        config: RunConfig,
+        *,
+        passes: Passes | None = None,
+        fabric: Fabric | None = None,
+    ) -> None:
         self.config = config
         self.decoder = decoder
         self.optimizer = make_optimizer(decoder, config)
         self.codec: BoundaryCodec = make_codec(config.boundary, config.seed)
-        layers = decoder.arch.split(config.policy.stages, config.policy.split)
-        compute = getattr(torch, config.policy.compute_dtype)
-        self.policy = StagedPolicy(decoder, layers, compute)
-        self.reference = StagedPolicy(reference, layers, compute)
+        self.fabric: Fabric = fabric or Alone()
+        self.passes: Passes = passes or local_passes(decoder, reference, config)
+        self._all_names = parameter_names(decoder.arch)
 
     def use_bases(self, bases: Mapping[int, Tensor] | None) -> None:
         """Boundary bases of the newest fire; only the subspace codec has any."""
@@ -93,29 +98,41 @@ class Trainer:
 
         A gradient that is not finite is refused and ends the step: `applied` is False, and of several updates those
         before it stand (`updates` counts them). With one update nothing is changed.
+
+        Raises SprawlError for a sample longer than the model or the token budget of a microbatch.
         """
         config = self.config.grpo
+        lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+        limit = self.decoder.arch.max_positions
+        check_lengths(batch, torch.arange(batch.samples), lengths, limit, "the model's max_position_embeddings")
         self.codec.begin(step)
         codec = DenseCodec() if self.dense_step(step) else self.codec
+        crossing = Crossing(codec, step, self.config.rollout.temperature, WireCounter())
+        probing = replace(crossing, wire=WireCounter())
         targets = make_targets(batch, self.config)
         updates = self.plan(batch)
-        wire, probe_wire = WireCounter(), WireCounter()
-        views = self._probe_views(step, batch, updates[0][0].rows, codec, probe_wire)
-        dense = self._dense_gradient(step, batch, updates[0], targets, probe_wire)
+        shares = [update[self.fabric.replica :: self.fabric.replicas] for update in updates]
+        views = self._probe_views(batch, probing)
+        weights = [targets.weights(torch.cat([micro.rows for micro in update]), self.config) for update in updates]
+        dense = self._dense_gradient(batch, shares[0], targets, weights[0], probing)
         if config.epochs * len(updates) > 1:
-            updates = [[self._with_old(micro, codec, step, wire) for micro in update] for update in updates]
+            shares = [self._with_old(share, crossing) for share in shares]
         totals, applied = _Totals(), _Applied()
-        for number, update in enumerate(updates * config.epochs):
-            last_epoch = number >= len(updates) * (config.epochs - 1)
-            part = self._backward(step, batch, update, targets, codec, wire, forget=last_epoch)
+        for number in range(len(updates) * config.epochs):
+            place, last_epoch = number % len(updates), number >= len(updates) * (config.epochs - 1)
+            part = self._backward(batch, shares[place], targets, weights[place], crossing, forget=last_epoch)
             totals.add(part, first=number == 0, first_epoch=number < len(updates))
-            probe = compare_gradients(self._gradients(), dense) if dense is not None and number == 0 else None
+            probe = None
+            if dense is not None and number == 0:
+                probe = compare_gradients(self._gradients(), dense, self.fabric)
             applied.add(self._apply(signs, probe))
             if not applied.ok:
                 break
+        self.fabric.sum_codec(self.codec)
+        totals.settle(self.fabric, crossing.wire, probing.wire)
         tokens = batch.response_tokens
         return StepStats(
-            loss=totals.loss / (number + 1),
+            loss=totals.loss / config.epochs,
             grad_norm=applied.norm,
             applied=applied.ok,
             entropy=totals.entropy / tokens,
@@ -128,92 +145,86 @@ class Trainer:
             clip_share=totals.clipped / (tokens * config.epochs),
             zero_advantage_groups=grpo.zero_advantage_groups(batch.rewards, batch.groups),
             sign_agreement=applied.agreement,
-            wire=wire,
+            wire=crossing.wire,
             gradient=applied.views,
             dense_step=self.dense_step(step),
             updates=applied.count,
             off_policy_cut=None if config.off_policy.kind == "none" else totals.corrected / (tokens * config.epochs),
-            probe_bytes=probe_wire.sent,
+            probe_bytes=probing.wire.sent,
         )
 
-    @property
-    def temperature(self) -> float:
-        return self.config.rollout.temperature
-
     def plan(self, batch: RolloutBatch) -> list[list[Microbatch]]:
-        """The updates of an epoch: whole groups each, their numbers at most one apart, cut into microbatches."""
-        _, sizes = torch.unique_consecutive(batch.groups, return_counts=True)
-        shares = sizes.tensor_split(min(len(sizes), self.config.grpo.minibatches))
-        parts = torch.arange(batch.samples).split([int(share.sum()) for share in shares])
-        return [
-            [Microbatch(rows, pack_rows(batch, rows)) for rows in part.split(self.config.grpo.microbatch_rows)]
-            for part in parts
-        ]
+        """The updates of an epoch, see `plan_updates`."""
+        return plan_updates(batch, self.config.grpo)
 
-    def _with_old(self, micro: Microbatch, codec: BoundaryCodec, step: int, wire: WireCounter) -> Microbatch:
-        return replace(micro, old=self._frozen(self.policy, micro.packed, codec, step, wire))
+    def _with_old(self, share: list[Microbatch], crossing: Crossing) -> list[Microbatch]:
+        old = self._taken("policy", share, crossing)
+        return [replace(micro, old=old.get(number)) for number, micro in enumerate(share)]
 
-    @torch.no_grad()
-    def _frozen(
-        self, policy: StagedPolicy, packed: Packed, codec: BoundaryCodec, step: int, wire: WireCounter
-    ) -> Tensor:
-        return policy.token_stats(packed, codec=codec, step=step, temperature=self.temperature, wire=wire).logprobs
+    def _taken(self, which: Which, share: list[Microbatch], crossing: Crossing) -> dict[int, Tensor]:
+        """Log-probs [m] of the tokens taken, by microbatch; empty where the last stage is elsewhere."""
+        taken: dict[int, Tensor] = {}
+
+        def keep(number: int, distribution: Tensor) -> None:
+            taken[number] = distribution.gather(1, share[number].packed.targets[:, None]).squeeze(1)
+
+        self.passes.read(which, [micro.packed for micro in share], crossing, keep)
+        return taken
 
     def _backward(
         self,
-        step: int,
         batch: RolloutBatch,
-        update: list[Microbatch],
+        share: list[Microbatch],
         targets: Targets,
-        codec: BoundaryCodec,
-        wire: WireCounter,
+        weights: Tensor,
+        crossing: Crossing,
         *,
         forget: bool,
     ) -> _Totals:
-        """The gradient of one update's loss into the parameters; `forget` drops each microbatch's masks behind it."""
+        """The gradient of one update's loss into the parameters, from this replica's `share` of its microbatches and
+        the others'; `forget` drops each microbatch's masks behind it."""
         self.optimizer.zero_grad(set_to_none=True)
-        weights = targets.weights(torch.cat([micro.rows for micro in update]), self.config)
-        totals = _Totals()
-        for micro in update:
-            rows = micro.rows
-            stats = self.policy.token_stats(
-                micro.packed, codec=codec, step=step, temperature=self.temperature, wire=wire
-            )
+        config, totals = self.config.grpo, _Totals()
+        reference = self._taken("reference", share, crossing) if config.kl_coef > 0 else {}
+
+        def loss(number: int, stats: TokenStats) -> Tensor:
+            micro = share[number]
             # With a single pass over the data the old log-probs are these ones: the ratio is exactly 1.
             old = stats.logprobs.detach() if micro.old is None else micro.old
-            sampler = batch.flat_logprobs(rows)
-            reference = None
-            if self.config.grpo.kl_coef > 0:
-                reference = self._frozen(self.reference, micro.packed, codec, step, wire)
+            sampler, rows = batch.flat_logprobs(micro.rows), micro.rows
             part = microbatch_loss(
                 stats.logprobs,
                 old,
                 sampler,
-                reference,
+                reference.get(number),
                 targets.advantages[rows],
                 weights[rows],
                 targets.counts[rows],
-                self.config.grpo,
+                config,
             )
-            part.loss.backward()
             totals.loss += float(part.loss.detach())
             totals.clipped += part.clipped
             totals.corrected += part.corrected
             totals.entropy += float(stats.entropy.sum())
             totals.mismatch += float((old - sampler).abs().sum())
             totals.ratio_error = max(totals.ratio_error, part.ratio_error)
-            if forget:
+            return part.loss
+
+        self.passes.learn([micro.packed for micro in share], crossing, loss)
+        self.fabric.sum_gradients(dict(self.decoder.named_parameters()))
+        if forget:
+            for micro in share:
                 micro.packed.tokens.cache.clear()
         return totals
 
     def _dense_gradient(
-        self, step: int, batch: RolloutBatch, update: list[Microbatch], targets: Targets, wire: WireCounter
+        self, batch: RolloutBatch, share: list[Microbatch], targets: Targets, weights: Tensor, crossing: Crossing
     ) -> dict[str, Tensor] | None:
         """What the update's gradient would be without a codec; None unless a gradient probe is due."""
-        every = self.config.probe.gradient_every
+        every, step = self.config.probe.gradient_every, crossing.step
         if not every or self.dense_step(step) or (step != 1 and step % every):
             return None
-        self._backward(step, batch, update, targets, DenseCodec(), wire, forget=False)
+        self._backward(batch, share, targets, weights, replace(crossing, codec=DenseCodec()), forget=False)
         return take_gradients(dict(self.decoder.named_parameters()))
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -221,39 +232,65 @@ class Trainer:
 
     def _apply(self, signs: Mapping[str, Tensor] | None, probe: GradientProbe | None) -> _Applied:
         """Clip, correct, step."""
-        parameters = dict(self.decoder.named_parameters())
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), self.config.optimizer.clip_norm))
+        gradients = self._gradients()
+        norm = self._norm(gradients)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             return _Applied(norm=norm, ok=False)
-        agreement = None
-        if signs is not None:
-            agreement = correct_gradients(parameters, signs, self.config.anchor.blend)
-        views = None if probe is None else probe.views(self._gradients(), signs)
+        torch.nn.utils.clip_grads_with_norm_(
+            self.decoder.parameters(), self.config.optimizer.clip_norm, torch.tensor(norm)
+        )
+        agreement = None if signs is None else self._correct(gradients, signs)
+        views = None if probe is None else probe.views(gradients, signs)
         self.optimizer.step()
         return _Applied(1, norm, True, agreement, views)
 
-    def _probe_views(
-        self, step: int, batch: RolloutBatch, rows: Tensor, codec: BoundaryCodec, wire: WireCounter
-    ) -> ViewProbe:
+    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """L2 norm over the whole model. Every process contributes the norms of its tensors, and all of them reduce the
+        same list in the model's order: the same bits however the model is split."""
+        norms = torch.zeros(len(self._all_names), dtype=torch.float64)
+        for place, name in enumerate(self._all_names):
+            if name in gradients and self.fabric.counts(name):
+                norms[place] = torch.linalg.vector_norm(gradients[name])
+        return float(torch.linalg.vector_norm(self.fabric.add(norms).float()))
+
+    def _correct(self, gradients: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> float:
+        """The anchor's signs into the gradients; returns the share of elements that had them already."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        for name, gradient in gradients.items():
+            if name in signs:
+                part = correct_gradient(gradient, signs[name], self.config.anchor.blend)
+                if self.fabric.counts(name):
+                    sums += torch.tensor([part.agreeing, part.nonzero], dtype=torch.float64)
+        agreeing, nonzero = self.fabric.add(sums).tolist()
+        return Agreement(int(agreeing), int(nonzero)).share
+
+    def _probe_views(self, batch: RolloutBatch, crossing: Crossing) -> ViewProbe:
         """KL to the reference through the codec on every step, and everything without it on probe steps.
 
         Reads the first rows of the batch only: the reference passes are for the reader, not for the gradient. Their
-        bytes are counted apart for the same reason.
+        bytes are counted apart for the same reason. One replica does it for all.
         """
-        rows = rows[: self.config.probe.rows]
-        packed = pack_rows(batch, rows)
-        return probe_views(
-            self.policy,
-            self.reference,
-            packed,
-            batch.flat_logprobs(rows),
-            codec,
-            step,
-            self.temperature,
-            dense=step == 1 or step % self.config.probe.every == 0,
-            wire=wire,
-        )
+        dense = crossing.step == 1 or crossing.step % self.config.probe.every == 0
+        if self.fabric.replica == 0:
+            probed = cut(batch, torch.arange(min(batch.samples, self.config.probe.rows)), self.config.grpo)
+            sampler = [batch.flat_logprobs(micro.rows) for micro in probed]
+            views = probe_views(self.passes, [micro.packed for micro in probed], sampler, crossing, dense=dense)
+        else:
+            views = ViewProbe(0.0)
+        numbers = [views.kl, views.kl_dense or 0.0, views.entropy_dense or 0.0, views.mismatch_dense or 0.0]
+        numbers = self.fabric.add(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return ViewProbe(*numbers) if dense else ViewProbe(numbers[0])
+
+
+def local_passes(decoder: Decoder, reference: Decoder, config: RunConfig) -> LocalPasses:
+    """All stages that the config describes, in this process."""
+    layers = decoder.arch.split(config.policy.stages, config.policy.split)
+    compute = getattr(torch, config.policy.compute_dtype)
+    return LocalPasses(
+        StagedPolicy(decoder, layers, compute, recompute=config.policy.gradient_checkpointing),
+        StagedPolicy(reference, layers, compute),
+    )
 
 
 @dataclass
@@ -276,6 +313,18 @@ class _Totals:
             self.mismatch += part.mismatch
         if first:  # later updates have moved away from the old log-probs: there a ratio is not an error
             self.ratio_error = part.ratio_error
+
+    def settle(self, fabric: Fabric, wire: WireCounter, probe_wire: WireCounter) -> None:
+        """Over all processes: the sums, the counted bytes, and the largest ratio error."""
+        mine = [self.loss, self.clipped, self.corrected, self.entropy, self.mismatch]
+        for counter in (wire, probe_wire):
+            mine += [counter.sent, counter.dense, counter.padding]
+        summed = fabric.add(torch.tensor(mine, dtype=torch.float64)).tolist()
+        self.loss, self.entropy, self.mismatch = summed[0], summed[3], summed[4]
+        self.clipped, self.corrected = int(summed[1]), int(summed[2])
+        for counter, counts in ((wire, summed[5:8]), (probe_wire, summed[8:11])):
+            counter.sent, counter.dense, counter.padding = (int(count) for count in counts)
+        self.ratio_error = fabric.largest(self.ratio_error)
 
 
 @dataclass

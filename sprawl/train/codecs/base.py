@@ -18,10 +18,14 @@ from sprawl.errors import IntegrityError
 
 @dataclass
 class WireCounter:
-    """Bytes of the payload tensors that crossed, both directions, and what dense tensors of the same tokens cost."""
+    """Bytes of the payload tensors that crossed, both directions, and what dense tensors of the same tokens cost.
+
+    padding: bytes of `sent` that stand for no token, where payloads have a fixed size.
+    """
 
     sent: int = 0
     dense: int = 0
+    padding: int = 0
 
     def count(self, payload: Tensor, hidden: int) -> None:
         self.sent += payload.numel() * payload.element_size()
@@ -69,6 +73,14 @@ class BoundaryCodec:
 
     def state(self) -> dict[str, Tensor]:
         """What the next step needs to know beyond its inputs, for a checkpoint; empty when nothing."""
+        return {}
+
+    def held_by(self, name: str, stage: int) -> bool:
+        """Whether a stage in a process of its own needs the state tensor `name`."""
+        return True
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Running sums towards the next step's state, to be added up in place over replicas of the pipeline."""
         return {}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:

@@ -54,6 +54,11 @@ class RunningMean:
         self._total.index_add_(0, index, residual.flatten().double())
         self._count += torch.bincount(index, minlength=self.mean.shape[0])
 
+    @property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """[H] fp64, summed distances from the mean in force, and how many they are."""
+        return self._total, self._count
+
     def next(self) -> Tensor:
         """The mean after this step. A channel that nothing finite came from keeps its own."""
         moved = self.mean.double() + self._total / self._count.clamp(min=1)
@@ -117,6 +122,17 @@ class QuantizedPrfCodec(BoundaryCodec):
     def state(self) -> dict[str, Tensor]:
         """The means as the next step will find them, `<boundary>.<direction>.<side>` -> [H] fp32."""
         return {".".join(map(str, key)): known.next() for key, known in sorted(self._means.items())}
+
+    def held_by(self, name: str, stage: int) -> bool:
+        layer, direction, side = name.split(".")
+        behind = (direction == "forward") == (side == "sender")  # the end of the boundary that its first stage is
+        return int(layer) + (0 if behind else 1) == stage
+
+    def gathered(self) -> dict[str, Tensor]:
+        sums: dict[str, Tensor] = {}
+        for key, known in sorted(self._means.items()):
+            sums[".".join(map(str, key)) + ".total"], sums[".".join(map(str, key)) + ".count"] = known.sums
+        return sums
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         means: dict[tuple[int, Direction, Side], RunningMean] = {}
