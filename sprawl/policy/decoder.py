@@ -157,8 +157,8 @@ class Decoder(nn.Module):
         return self.model.embed_tokens(input_ids)
 
     def run_layers(self, x: Tensor, layers: range, rotary: Rotary, *, recompute: bool = False) -> Tensor:
-        """Apply a slice of the layers to [B, T, H]. With `recompute` the backward pass runs each layer once more instead
-        of remembering what is inside it; the gradient is the same to the bit."""
+        """Apply a slice of the layers to [B, T, H]. With `recompute` the backward pass runs each layer once more
+        instead of remembering what is inside it; the gradient is the same to the bit."""
         for index in layers:
             layer = self.model.layers[index]
             if recompute and torch.is_grad_enabled():

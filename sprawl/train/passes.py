@@ -39,7 +39,7 @@ class Passes(Protocol):
 
 
 class Fabric(Protocol):
-    """What the processes of a trainer settle among themselves. Every process calls the same methods in the same order."""
+    """What the processes of a trainer settle among themselves; all of them make the same calls in the same order."""
 
     replica: int
     replicas: int

@@ -88,3 +88,12 @@ def check_lengths(batch: RolloutBatch, rows: Tensor, lengths: Sequence[int], lim
         f"{int(batch.prompt_lengths[row])} of them its prompt; {what} is {limit}",
         f"raise {what}, lower rollout.max_new_tokens, or leave that problem out",
     )
+
+
+def check_shares(microbatches: int, replicas: int) -> None:
+    """Raises SprawlError when a replica would have nothing to do in an update."""
+    if microbatches < replicas:
+        raise SprawlError(
+            f"policy.replicas={replicas} but an update has {microbatches} microbatches",
+            "lower grpo.microbatch_rows (or microbatch_tokens), or use fewer replicas",
+        )

@@ -24,7 +24,7 @@ from sprawl.train.losses.objective import Targets, make_targets, microbatch_loss
 from sprawl.train.optimizer import RunOptimizer, build_optimizer
 from sprawl.train.passes import Alone, Crossing, Fabric, LocalPasses, Passes, Which
 from sprawl.train.pipeline import StagedPolicy, TokenStats
-from sprawl.train.plan import Microbatch, check_lengths, cut, plan_updates
+from sprawl.train.plan import Microbatch, check_lengths, check_shares, cut, plan_updates
 from sprawl.train.probe import GradientProbe, ViewProbe, compare_gradients, probe_views, take_gradients
 
 
@@ -111,6 +111,7 @@ class Trainer:
         probing = replace(crossing, wire=WireCounter())
         targets = make_targets(batch, self.config)
         updates = self.plan(batch)
+        check_shares(min(len(update) for update in updates), self.fabric.replicas)
         shares = [update[self.fabric.replica :: self.fabric.replicas] for update in updates]
         views = self._probe_views(batch, probing)
         weights = [targets.weights(torch.cat([micro.rows for micro in update]), self.config) for update in updates]

@@ -1,7 +1,7 @@
 """Boundary codecs, one a module, behind one interface (`base.BoundaryCodec`)."""
 
 from sprawl.config import BoundaryConfig
-from sprawl.train.codecs.base import BoundaryCodec, TokenIds, WireCounter, cross
+from sprawl.train.codecs.base import BoundaryCodec, TokenIds, WireCounter, arrive, cross, leave
 from sprawl.train.codecs.dense import DenseCodec
 from sprawl.train.codecs.masked import PrfCodec
 from sprawl.train.codecs.quantized import QuantizedPrfCodec
@@ -16,7 +16,9 @@ __all__ = [
     "SubspaceCodec",
     "TokenIds",
     "WireCounter",
+    "arrive",
     "cross",
+    "leave",
     "make_codec",
 ]
 

@@ -92,17 +92,29 @@ class BoundaryCodec:
             )
 
 
+def leave(x: Tensor, codec: BoundaryCodec, layer: int, step: int, tokens: TokenIds) -> Tensor:
+    """The sending half of a crossing: [B, T, H] -> payload [n, k] of the real tokens; padding does not cross."""
+    return codec.send(x.reshape(-1, x.shape[-1]).index_select(0, tokens.index), layer, step, tokens)
+
+
+def arrive(
+    payload: Tensor, shape: tuple[int, int, int], codec: BoundaryCodec, layer: int, step: int, tokens: TokenIds
+) -> Tensor:
+    """The receiving half: payload [n, k] -> [B, T, H] of `shape`; what did not cross arrives as zeros."""
+    arrived = codec.receive(payload, shape[2], layer, step, tokens)
+    empty = torch.zeros(shape[0] * shape[1], shape[2], dtype=payload.dtype, device=payload.device)
+    return empty.index_copy(0, tokens.index, arrived).view(shape)
+
+
 def cross(x: Tensor, codec: BoundaryCodec, layer: int, step: int, tokens: TokenIds, wire: WireCounter | None) -> Tensor:
-    """Carry [B, T, H] over a boundary inside one process: padding does not cross and arrives as zeros.
+    """Carry [B, T, H] over a boundary inside one process.
 
     The payload tensor is the only connection between the two sides, in both directions; `wire` counts its bytes.
     """
-    hidden = x.shape[-1]
-    flat = x.reshape(-1, hidden)
-    payload = codec.send(flat.index_select(0, tokens.index), layer, step, tokens)
+    rows, length, hidden = x.shape
+    payload = leave(x, codec, layer, step, tokens)
     if wire is not None:
         wire.count(payload, hidden)
         if payload.requires_grad:
             payload.register_hook(lambda gradient: wire.count(gradient, hidden))
-    arrived = codec.receive(payload, hidden, layer, step, tokens)
-    return torch.zeros_like(flat).index_copy(0, tokens.index, arrived).view(x.shape)
+    return arrive(payload, (rows, length, hidden), codec, layer, step, tokens)
