@@ -108,6 +108,7 @@ class StepRecord(Record):
     staleness: float = Field(description="Mean of (step - 1 - version that sampled).")
     staleness_max: int
     boundary: Wire = Field(description="Activations and gradients over all stage boundaries.")
+    boundary_padding: int = Field(0, description="Bytes of `boundary.sent` that stand for no token.")
     probe_bytes: int = Field(0, description="What this step's probes send over the boundaries; not in `boundary`.")
     basis_bytes: int = Field(0, description="Bases of the subspace codec received at this step.")
     delta: Wire = Field(description="Published version; dense = the full served view.")
@@ -169,7 +170,10 @@ class CheckpointRecord(Record):
 
     step: int
     epoch: int
-    blobs: dict[str, str] = Field(description="Blob name -> blake3: masters, optimizer, codec (if it has state).")
+    blobs: dict[str, str] = Field(
+        description="Blob name -> blake3: masters, optimizer, codec (if it has state); of a pipeline of processes "
+        "<name>-<stage>of<stages>, each what its stage holds."
+    )
     bytes: int
     created_at: float
 

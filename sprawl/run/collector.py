@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -36,6 +36,8 @@ from sprawl.train.losses.selection import plan_refill
 from sprawl.train.prf import derive_key
 
 T = TypeVar("T")
+
+IDLE_S = 0.5
 
 
 def sample_seed(run_seed: int, problem: int, sample: int, step: int) -> int:
@@ -173,10 +175,15 @@ class Collector:
         if step not in self._pending:
             self._pending[step] = asyncio.run_coroutine_threadsafe(self._collect(step), self._loop)
 
-    def wait(self, step: int) -> Collected:
-        """The batch of a step, once it is on the board. Raises what sampling it raised; it can then be asked again."""
+    def wait(self, step: int, idle: Callable[[], None] = lambda: None) -> Collected:
+        """The batch of a step, once it is on the board; `idle` is called meanwhile, twice a second.
+
+        Raises what sampling it or `idle` raised; it can then be asked again.
+        """
         self.request(step)
         try:
+            while not wait([self._pending[step]], IDLE_S).done:
+                idle()
             return self._pending[step].result()
         except BaseException:
             self._pending.pop(step, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -20,13 +20,20 @@ class SignMaps:
     """The sign map in force. `signs` is None until the first fire; `fire` is the step of the fire it came from."""
 
     def __init__(
-        self, store: Store, ledger: Ledger, config: AnchorConfig, shapes: dict[str, tuple[int, ...]], hint: str
+        self,
+        store: Store,
+        ledger: Ledger,
+        config: AnchorConfig,
+        shapes: dict[str, tuple[int, ...]],
+        hint: str,
+        names: Collection[str] | None = None,
     ) -> None:
         self._store = store
         self._ledger = ledger
         self._config = config
         self._shapes = shapes
         self._hint = hint  # where to look when a fire does not come
+        self._names = names  # keep the signs of these parameters only; None: of all
         self.signs: dict[str, torch.Tensor] | None = None
         self.fire: int | None = None
         self.bases: dict[int, torch.Tensor] | None = None  # of the same fire, with the subspace codec
@@ -62,7 +69,8 @@ class SignMaps:
         found = read_sign_map(self._store, self._ledger, fire, self._shapes)
         if found is None:
             raise SprawlError(f"the sign map of fire {fire} is gone from the board of {self._ledger.run_id}")
-        record, self.signs = found
+        record, signs = found
+        self.signs = {name: sign for name, sign in signs.items() if self._names is None or name in self._names}
         self.bases = read_bases(self._store, self._ledger.run_id, record)
         self.basis_bytes = record.basis_bytes
         self.fire = fire

@@ -59,6 +59,7 @@ def step_record(
         staleness=float(lag.mean()),
         staleness_max=int(lag.max()),
         boundary=Wire(sent=stats.wire.sent, dense=stats.wire.dense),
+        boundary_padding=stats.wire.padding,
         probe_bytes=stats.probe_bytes,
         basis_bytes=basis_bytes,
         delta=Wire(sent=receipt.sent_bytes, dense=receipt.full_bytes),

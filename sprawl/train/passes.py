@@ -109,4 +109,4 @@ class LocalPasses:
             stats = self._models["policy"].token_stats(
                 packed, codec=crossing.codec, step=crossing.step, temperature=crossing.temperature, wire=crossing.wire
             )
-            loss(number, stats).backward()  # type: ignore[no-untyped-call]
+            loss(number, stats).backward()

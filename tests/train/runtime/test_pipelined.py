@@ -129,7 +129,7 @@ def test_tied_embeddings_stay_one_parameter(ran: Path, case: Case) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", REPLICAS, ids=lambda case: case.name)
 def test_replicas_share_a_step(ran: Path, case: Case) -> None:
-    """All replicas hold the same bits after every step. Against one process, microbatches are added in another order."""
+    """All replicas hold the same bits. Against one process, microbatches are added in another order."""
     parts, stages = outcomes(case, WORLD, ran), case.config("multi").policy.stages
     expected = alone(case)
     pipelines = [merged(parts[first : first + stages]) for first in range(0, WORLD, stages)]

@@ -1,4 +1,4 @@
-"""What each process of a test's pipeline does: the same steps as `alone`, on its stage, and writes down what came out."""
+"""What each process of a test's pipeline does: the same steps as `alone`, on its stage."""
 
 from __future__ import annotations
 
