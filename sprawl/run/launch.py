@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from sprawl.errors import ConfigError, SprawlError
+from sprawl.errors import SprawlError
 from sprawl.train.runtime.control import Driver, Follower
 
 COLLECTIVE_S = 1800.0
@@ -30,6 +30,11 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     if int(environment.get("WORLD_SIZE", "1")) > 1 and "RANK" in environment:
         return int(environment["RANK"])
     return None
+
+
+def launched_processes(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes torchrun started; 1 without it."""
+    return 1 if launched_rank(environment) is None else int(environment["WORLD_SIZE"])
 
 
 @dataclass
@@ -92,7 +97,7 @@ class LocalRanks:
 def drive(world: int, stages: int, log_dir: Path, threads: int) -> tuple[Driver, LocalRanks]:
     """Rank 0: gather `world` processes into the default process group, starting them unless torchrun did.
 
-    Raises SprawlError when they do not come or their number is not the config's.
+    Raises SprawlError when they do not come.
     """
     ranks = LocalRanks()
     if launched_rank() is None:
@@ -102,12 +107,7 @@ def drive(world: int, stages: int, log_dir: Path, threads: int) -> tuple[Driver,
         for rank in range(1, world):
             ranks.start(rank, world, store.port, log_dir, threads)  # type: ignore[attr-defined]
     else:
-        host, found = os.environ["MASTER_ADDR"], int(os.environ["WORLD_SIZE"])
-        if found != world:
-            raise ConfigError(
-                f"policy.stages x policy.replicas = {world} processes, torchrun started {found}",
-                f"torchrun --nproc-per-node {world} (or --nnodes x --nproc-per-node)",
-            )
+        host = os.environ["MASTER_ADDR"]
         store = next(dist.rendezvous("env://"))[0]
 
     def describe(rank: int) -> str:

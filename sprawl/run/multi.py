@@ -136,4 +136,7 @@ class MultiProcess:
         try:
             yield
         except RuntimeError as error:
-            raise self._driver.cause(error) from None
+            lost = self._driver.cause(error)
+            if lost is None:
+                raise
+            raise lost from None

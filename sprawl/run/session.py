@@ -40,6 +40,7 @@ from sprawl.run.base_model import BaseModel
 from sprawl.run.collector import Collected, Collector
 from sprawl.run.crew import Crew
 from sprawl.run.fleet import Fleet, FleetContext, open_fleet
+from sprawl.run.launch import launched_processes
 from sprawl.run.multi import MultiProcess
 from sprawl.run.options import RunOptions, new_run_id
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
@@ -90,6 +91,7 @@ class RunSession:
         Raises SprawlError: missing board or run, wrong config, a base model that cannot be had, keys that do not fit.
         """
         environment_keys()
+        launched = launched_processes()
         if options.resume is not None:
             store = open_store(options.board)
             run_id = resolve_run(store, options.resume)
@@ -107,6 +109,13 @@ class RunSession:
             Tokenizer.from_files(files)
             store = open_store(options.board, create=True, probe=True)
             _create_run(store, run_id, config, base)
+        if launched not in (1, config.policy.processes):
+            raise ConfigError(
+                f"torchrun started {launched} processes, policy.runtime={config.policy.runtime} with "
+                f"policy.stages={config.policy.stages} and policy.replicas={config.policy.replicas} needs "
+                f"{config.policy.processes}",
+                "change one of them, or start the run without torchrun",
+            )
         log_dir = options.log_dir or Path.cwd() / ".sprawl" / "logs" / run_id
         context = FleetContext(options.board, run_id, config, log_dir, anchor_argv)
         return cls(

@@ -133,18 +133,16 @@ class Driver:
         if self._lost is not None:
             raise StageLost(self._lost)
 
-    def cause(self, error: BaseException) -> StageLost:
-        """What a failed collective really was: usually a loss that is known a moment later."""
-        deadline = time.monotonic() + GRACE_S / 2
+    def cause(self, error: RuntimeError) -> StageLost | None:
+        """What a failed operation really was: usually a loss that is known a moment later. None: it failed by itself."""
+        broken = "gloo" in str(error).lower()  # a collective or a send that its other side did not finish
+        deadline = time.monotonic() + (GRACE_S / 2 if broken else 1.0)
         while self._lost is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        if self._lost is None:
-            first = str(error).strip().splitlines()
-            self._lose(
-                f"{self._describe(0)} lost its neighbours during {self._doing}: {first[0] if first else error!r}"
-            )
-        assert self._lost is not None
-        return StageLost(self._lost)
+        if self._lost is None and broken:
+            why = str(error).strip().splitlines()[0]
+            self._lose(f"{self._describe(0)} lost its neighbours during {self._doing}: {why}")
+        return None if self._lost is None else StageLost(self._lost)
 
     def close(self) -> None:
         """Send everybody home. Idempotent."""
