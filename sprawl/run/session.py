@@ -91,15 +91,16 @@ class RunSession:
         Raises SprawlError: missing board or run, wrong config, a base model that cannot be had, keys that do not fit.
         """
         environment_keys()
-        launched = launched_processes()
         if options.resume is not None:
             store = open_store(options.board)
             run_id = resolve_run(store, options.resume)
             config = parse_config(Ledger(store, run_id).run().config, f"run.json of {run_id}")
+            _check_launch(config)
         else:
             if options.config is None:
                 raise ConfigError("a new run needs a config", "give a YAML, or --resume RUN_ID")
             config = options.config
+            _check_launch(config)
             run_id = options.run_id or new_run_id(config.name)
             load_problem_set(config.problems.name, config.seed, config.problems.params)
             base = ensure_base(config.policy.base, Path("models"), log.info)
@@ -109,13 +110,6 @@ class RunSession:
             Tokenizer.from_files(files)
             store = open_store(options.board, create=True, probe=True)
             _create_run(store, run_id, config, base)
-        if launched not in (1, config.policy.processes):
-            raise ConfigError(
-                f"torchrun started {launched} processes, policy.runtime={config.policy.runtime} with "
-                f"policy.stages={config.policy.stages} and policy.replicas={config.policy.replicas} needs "
-                f"{config.policy.processes}",
-                "change one of them, or start the run without torchrun",
-            )
         log_dir = options.log_dir or Path.cwd() / ".sprawl" / "logs" / run_id
         context = FleetContext(options.board, run_id, config, log_dir, anchor_argv)
         return cls(
@@ -444,6 +438,17 @@ class RunSession:
     def _event(self, kind: str, message: str, data: dict[str, Any] | None = None, step: int | None = None) -> None:
         at = self.head_step if step is None else step
         self.ledger.write_event(EventRecord(kind=kind, at=time.time(), step=at, message=message, data=data or {}))
+
+
+def _check_launch(config: RunConfig) -> None:
+    """Raises ConfigError when torchrun started another number of processes than the config needs."""
+    launched, policy = launched_processes(), config.policy
+    if launched not in (1, policy.processes):
+        raise ConfigError(
+            f"torchrun started {launched} processes; policy.runtime={policy.runtime}, stages={policy.stages} and "
+            f"replicas={policy.replicas} need {policy.processes}",
+            "change one of them, or start the run without torchrun",
+        )
 
 
 def _create_run(store: Store, run_id: str, config: RunConfig, base: Path) -> None:

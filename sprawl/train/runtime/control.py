@@ -134,7 +134,7 @@ class Driver:
             raise StageLost(self._lost)
 
     def cause(self, error: RuntimeError) -> StageLost | None:
-        """What a failed operation really was: usually a loss that is known a moment later. None: it failed by itself."""
+        """The loss that a failed operation came from, known a moment later at the latest. None: it failed by itself."""
         broken = "gloo" in str(error).lower()  # a collective or a send that its other side did not finish
         deadline = time.monotonic() + (GRACE_S / 2 if broken else 1.0)
         while self._lost is None and time.monotonic() < deadline:
