@@ -24,6 +24,8 @@ from sprawl.errors import SprawlError
 Message = dict[str, Any]
 
 CONNECT_S = 120.0
+HELLO_S = 5.0
+"""How long whoever connects may take to say who it is."""
 GRACE_S = 20.0
 """How long rank 0 may take to unwind after a loss, and how long others wait to be told about one."""
 
@@ -62,6 +64,10 @@ class _Line:
         except (OSError, ValueError):
             return None
 
+    def settle(self) -> None:
+        """From now on waits for messages without a limit."""
+        self._socket.settimeout(None)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -92,11 +98,14 @@ class Driver:
         deadline = time.monotonic() + CONNECT_S
         while len(self._lines) < self._world - 1:
             try:
-                line = _Line(self._server.accept()[0])
+                connection = self._server.accept()[0]
+                connection.settimeout(HELLO_S)
+                line = _Line(connection)
                 hello = line.receive()
                 if hello is None or hello.get("token") != self._token:
                     line.close()
                     continue
+                line.settle()
                 rank = int(hello["rank"])
                 self._lines[rank] = line
                 threading.Thread(target=self._listen, args=(rank, line), name=f"control-{rank}", daemon=True).start()
@@ -189,7 +198,7 @@ class Follower:
     def __init__(self, rank: int, address: Mapping[str, Any]) -> None:
         self._rank = rank
         self._line = _Line(socket.create_connection((address["host"], address["port"]), timeout=CONNECT_S))
-        self._line._socket.settimeout(None)
+        self._line.settle()
         self._commands: queue.Queue[Message] = queue.Queue()
         self._stopped = False
         self._line.send({"rank": rank, "token": address["token"]})

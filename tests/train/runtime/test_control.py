@@ -91,13 +91,16 @@ def test_how_a_process_ended_is_said_where_it_is_known(driver: Driver) -> None:
     driver.explain = lambda rank: "was killed by SIGKILL (log: x)"
     one.die()
     with pytest.raises(StageLost, match="trainer process 1 was killed by SIGKILL"):
-        driver.collect()  # also without a command, and in a loop of its own
+        driver.collect()
 
 
-def test_strangers_and_goodbyes_are_no_losses(driver: Driver) -> None:
+def test_strangers_and_goodbyes_are_no_losses(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "HELLO_S", 0.2)
     stranger = Other(driver, 1, token="guess")
+    silent = socket.create_connection((driver.address["host"], driver.address["port"]))
     one, _ = connected(driver)
     assert stranger.lines.readline() == b""
+    assert silent.recv(1) == b""
     one.say({"bye": True})
     one.die()
     time.sleep(0.1)
