@@ -216,3 +216,24 @@ def wait_for_version(run: Path, version: int, process: subprocess.Popen[str]) ->
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrun_starts_replicas_of_a_pipeline(tmp_path: Path) -> None:
+    """Two pipelines of two stages share every step; another number of processes than the config's is refused."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m"]
+    replicas = ("policy.stages=2", "policy.replicas=2", "steps=4", "anchor.enabled=false", "evaluate.every=4")
+    argv = command(tmp_path / "board", "both", resume=False, settings=replicas)
+    subprocess.run([*torchrun, *argv[2:]], cwd=ROOT, check=True, timeout=300)
+    ledger = Ledger(open_store(str(tmp_path / "board")), "both")
+    assert [record.step for record in ledger.steps()] == [1, 2, 3, 4]
+    assert not [event.message for event in ledger.events() if event.kind == "violation"]
+    record = ledger.checkpoint(4)
+    assert record is not None
+    assert all(name.endswith(("-0of2", "-1of2")) for name in record.blobs)
+    wrong = command(tmp_path / "board", "wrong", resume=False, settings=("policy.stages=3",))
+    refused = subprocess.run([*torchrun, *wrong[2:]], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert refused.returncode != 0
+    assert "sprawl: torchrun started 4 processes" in refused.stderr
+    assert not (tmp_path / "board" / "wrong").exists()
