@@ -39,12 +39,12 @@ def test_results_print_as_a_table_and_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = [
-        train.Measured("dense", 80.0, 4, 2.0, 1_000_000, 0, 1_100_000, 0.5),
-        train.Measured("prf", 80.0, 4, 0.5, 50_000, 10, 60_000, 0.5),
+        train.Measured("dense", 80.0, 4, 2.0, 1_000_000, 0, 1_100_000, 0.11, 0.5),
+        train.Measured("prf", 80.0, 4, 0.5, 50_000, 10, 60_000, 0.006, 0.5),
     ]
     monkeypatch.setattr(train, "missing", lambda: None)
     monkeypatch.setattr(train, "measure", lambda *_: results)
     assert train.main(["--quick"]) == 0
-    assert "| 80 Mbit/s | prf | 0.50 | 4.0 x | 1.0 x | 0.05 MB | 0.06 MB | +20.0% |" in capsys.readouterr().out
+    assert "| 80 Mbit/s | prf | 0.50 | 4.0 x | 1.0 x | 0.01 s | 0.05 MB | 0.06 MB | +20.0% |" in capsys.readouterr().out
     assert train.main(["--quick", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["results"][1]["codec"] == "prf"
