@@ -26,7 +26,7 @@ from sprawl.run.signs import SignMaps
 from sprawl.run.stage_share import StageShare
 from sprawl.run.trainers import published_root
 from sprawl.train.checkpoint import Shard, commit_checkpoint
-from sprawl.train.runtime.control import Driver, Message
+from sprawl.train.runtime.control import Message
 from sprawl.train.trainer import StepStats
 
 T = TypeVar("T")
@@ -54,12 +54,19 @@ class MultiProcess:
     ) -> None:
         self._config, self._ledger, self._epoch = config, ledger, epoch
         self._reader = VersionReader(store, ledger.run_id, trust=trust)
-        self._driver: Driver
         policy = config.policy
         self._driver, self._ranks = drive(policy.processes, policy.stages, log_dir, config.threads.trainer)
         self._closed = False
+
+        def opened() -> StageShare:
+            return StageShare(config, store, ledger, base, trust)
+
         opening = {"do": "open", "board": board, "run_id": ledger.run_id}
-        self._share = self._everywhere(opening, "opening", lambda: StageShare(config, store, ledger, base, trust))[0]
+        try:
+            self._share = self._everywhere(opening, "opening", opened)[0]
+        except BaseException:
+            self.close()
+            raise
         self._committer = PartCommitter(
             store,
             ledger.run_id,

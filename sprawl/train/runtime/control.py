@@ -227,9 +227,12 @@ class Follower:
         while (message := self._line.receive()) is not None:
             if "lost" in message:
                 os._exit(1)
+            self._stopped = self._stopped or message.get("do") == "stop"
             self._commands.put(message)
         if self._stopped:
-            return
+            # An orderly end, unless the main thread sits in a collective that rank 0 left half-way.
+            time.sleep(GRACE_S)
+            os._exit(1)
         if self._rank == 1:  # one of the others speaks for all
             os.write(2, b"sprawl: trainer process 0, which drives the run, is gone: trainer process 1 ends, like all\n")
         os._exit(1)
