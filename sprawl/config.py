@@ -10,11 +10,38 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from sprawl.config_training import BoundaryConfig, GrpoConfig, OffPolicyConfig, OverlongConfig, Positive, Section
 from sprawl.errors import ConfigError
 
-Positive = Annotated[int, Field(gt=0)]
+__all__ = [
+    "AnchorConfig",
+    "BoundaryConfig",
+    "CheckpointConfig",
+    "Dtype",
+    "EvaluateConfig",
+    "GrpoConfig",
+    "MuonConfig",
+    "OffPolicyConfig",
+    "OptimizerConfig",
+    "OverlongConfig",
+    "PolicyConfig",
+    "Positive",
+    "ProbeConfig",
+    "ProblemsConfig",
+    "PublishConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "ServedFormat",
+    "ThreadsConfig",
+    "apply_overrides",
+    "describe_validation_error",
+    "load_config",
+    "parse_config",
+]
+
 Dtype = Literal["float32", "bfloat16"]
 ServedFormat = Literal[
     "bfloat16",
@@ -30,17 +57,30 @@ ServedFormat = Literal[
 """The formats of `sprawl.delta.views` that engines load."""
 
 
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 class PolicyConfig(Section):
     base: str = Field(description="Base model: a HF safetensors directory, or a recipe name such as smollm2-135m.")
     stages: Positive = Field(8, description="Pipeline stages; boundaries = stages - 1.")
     split: list[Positive] | None = Field(None, description="Layers per stage; default: as even as possible.")
     compute_dtype: Dtype = Field("float32", description="Matmul dtype of the trainer (masters are always fp32).")
+    gradient_checkpointing: bool = Field(
+        False, description="Keep a layer's input only and compute the rest again in the backward pass: memory for time."
+    )
+    runtime: Literal["single", "multi"] = Field(
+        "single",
+        description="multi: a process a stage, only boundary payloads cross between them; single: one process.",
+    )
+    replicas: Positive = Field(1, description="Copies of the pipeline that share a step's microbatches; needs multi.")
+
+    @property
+    def processes(self) -> int:
+        """Trainer processes."""
+        return self.stages * self.replicas if self.runtime == "multi" else 1
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicyConfig:
+        if self.replicas > 1 and self.runtime == "single":
+            raise ValueError(f"replicas={self.replicas} needs runtime: multi")
+        return self
 
 
 class ProblemsConfig(Section):
@@ -75,20 +115,6 @@ class RolloutConfig(Section):
     hedge: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         0.95, description="Percentile of recent durations after which a group is asked for twice; null: never."
     )
-
-
-class BoundaryConfig(Section):
-    codec: Literal["dense", "prf"] = Field("prf", description="What a stage boundary sends.")
-    ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.05, description="Share of channels kept; k = round(ratio*H).")
-
-
-class GrpoConfig(Section):
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    kl_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the KL to the reference (k3).")
-    epochs: Positive = Field(1, description="Inner epochs over one batch.")
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    microbatch_rows: Positive = Field(64, description="Sequences per forward/backward.")
 
 
 class MuonConfig(Section):
@@ -158,6 +184,11 @@ class EvaluateConfig(Section):
 class ProbeConfig(Section):
     every: Positive = Field(5, description="Compression-off probe (dense-view KL and entropy) every n steps.")
     rows: Positive = Field(32, description="Sequences the probe reads.")
+    gradient_every: Annotated[int, Field(ge=0)] = Field(
+        15,
+        description="Dense gradient of the whole (first) minibatch, compared with the compressed one, every n steps; "
+        "0: never. 15 against 20 steps between fires: every age of a sign map is met.",
+    )
 
 
 class ThreadsConfig(Section):
@@ -204,9 +235,31 @@ class RunConfig(Section):
             )
         if self.deterministic and self.rollout.follow == "eager":
             raise ValueError("rollout.follow=eager needs deterministic: false (exact versions would be overtaken)")
+        if self.boundary.codec == "subspace" and not self.anchor.enabled:
+            raise ValueError("boundary.codec=subspace needs anchor.enabled: true (the anchor fits its bases)")
+        self._check_grpo()
         if self.deterministic and self.anchor.enabled and not self.anchor.blocking:
             raise ValueError("deterministic: true needs anchor.blocking: true (sign maps must arrive at fixed steps)")
         return self
+
+    def _check_grpo(self) -> None:
+        grpo, rollout = self.grpo, self.rollout
+        if grpo.off_policy.kind != "none" and self.boundary.codec != "dense" and not grpo.off_policy.through_codec:
+            raise ValueError(
+                f"grpo.off_policy.kind={grpo.off_policy.kind} needs boundary.codec=dense, or "
+                "grpo.off_policy.through_codec: true: through a codec the ratio measures the codec"
+            )
+        if grpo.overlong.buffer is not None and grpo.overlong.buffer > rollout.max_new_tokens:
+            raise ValueError(
+                f"grpo.overlong.buffer={grpo.overlong.buffer} is above rollout.max_new_tokens={rollout.max_new_tokens}"
+            )
+        if grpo.minibatches > rollout.prompts:
+            raise ValueError(f"grpo.minibatches={grpo.minibatches} is above rollout.prompts={rollout.prompts}")
+        if grpo.refill_rounds and self.deterministic and rollout.max_staleness > 1:
+            raise ValueError(
+                "grpo.refill_rounds with deterministic: true needs rollout.max_staleness <= 1 "
+                "(islands that went on for a later step cannot sample the earlier one's version again)"
+            )
 
 
 def _known_fields(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:

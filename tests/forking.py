@@ -4,7 +4,13 @@ included, so that they start in milliseconds. Python has one a process, and its 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-_PRELOAD = ["tests.board.publish_loop", "tests.chaos.scenes", "tests.chaos.points", "s3fs"]
+_PRELOAD = [
+    "tests.train.runtime.worker",
+    "tests.board.publish_loop",
+    "tests.chaos.scenes",
+    "tests.chaos.points",
+    "s3fs",
+]
 
 
 def context() -> ForkServerContext:

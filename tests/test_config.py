@@ -28,8 +28,36 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ({"name": "Has Space"}, "'name'"),
         ({"optimizer": {"kind": "sgd"}}, "'optimizer.kind': Input should be 'adamw' or 'muon'"),
         ({"optimizer": {"muon": {"momentm": 0.9}}}, "unknown key 'optimizer.muon.momentm', did you mean 'momentum'?"),
-        ({"boundary": {"codec": "zip"}}, "'boundary.codec': Input should be 'dense' or 'prf'"),
+        (
+            {"boundary": {"codec": "zip"}},
+            "'boundary.codec': Input should be 'dense', 'prf', 'subspace' or 'quantized-prf'",
+        ),
         ({"anchor": {"every": 15}}, "anchor.every=15 must be a multiple of checkpoint.every=10"),
+        ({"boundary": {"codec": "quantized-prf", "bits": 5}}, "'boundary.bits': Input should be 3, 4 or 8"),
+        (
+            {"boundary": {"codec": "subspace"}, "anchor": {"enabled": False}},
+            "boundary.codec=subspace needs anchor.enabled: true",
+        ),
+        (
+            {"grpo": {"off_policy": {"kind": "tis"}}},
+            "grpo.off_policy.kind=tis needs boundary.codec=dense, or grpo.off_policy.through_codec: true",
+        ),
+        ({"grpo": {"off_policy": {"icepop_low": 6}}}, "icepop_low=6 must be below icepop_high=5"),
+        ({"grpo": {"overlong": {"kind": "penalty"}}}, "buffer belongs to kind: penalty, which needs it"),
+        (
+            {"grpo": {"overlong": {"kind": "penalty", "buffer": 9}}},
+            "grpo.overlong.buffer=9 is above rollout.max_new_tokens=8",
+        ),
+        ({"grpo": {"minibatches": 17}}, "grpo.minibatches=17 is above rollout.prompts=16"),
+        (
+            {
+                "deterministic": True,
+                "anchor": {"enabled": False},
+                "rollout": {"follow": "demand", "max_staleness": 2},
+                "grpo": {"refill_rounds": 1},
+            },
+            "grpo.refill_rounds with deterministic: true needs rollout.max_staleness <= 1",
+        ),
         ({"deterministic": True, "anchor": {"blocking": True}}, "rollout.follow=eager needs deterministic: false"),
         ({"deterministic": True, "rollout": {"follow": "demand"}}, "needs anchor.blocking: true"),
         ({"policy": {"base": "x", "stages": 2, "split": [1]}}, "policy.split has 1 entries but policy.stages=2"),

@@ -11,7 +11,8 @@ from torch import Tensor
 from sprawl.config import RunConfig
 from sprawl.policy import Decoder
 from sprawl.rollout.trajectories import RolloutBatch
-from sprawl.train import grpo
+from sprawl.train.codecs import BasisObserver
+from sprawl.train.losses.objective import make_targets, microbatch_loss
 from sprawl.train.pipeline import StagedPolicy, pack_rows
 
 
@@ -22,24 +23,32 @@ class Replay:
     grad_norm: float
 
 
-def replay(decoder: Decoder, batch: RolloutBatch, config: RunConfig) -> Replay:
-    """Gradient of the GRPO loss of `batch` at the decoder's present weights, dense.
+def replay(decoder: Decoder, batch: RolloutBatch, config: RunConfig, observer: BasisObserver | None = None) -> Replay:
+    """Gradient of the GRPO loss of `batch` at the decoder's present weights, dense, without a KL term.
 
     The old log-probs are the replayed weights' own, so the ratio is 1 and this is the plain policy gradient.
+    `observer` sees the activations at the trainer's boundaries; it changes nothing.
     """
     compute = getattr(torch, config.policy.compute_dtype)
-    policy = StagedPolicy(decoder, decoder.arch.split(1), compute)
-    advantages = grpo.group_advantages(batch.rewards, batch.groups.long(), config.grpo.advantage)
+    split = decoder.arch.split(config.policy.stages, config.policy.split) if observer else decoder.arch.split(1)
+    policy = StagedPolicy(decoder, split, compute)
+    targets = make_targets(batch, config)
+    weights = targets.weights(torch.arange(batch.samples), config)
     decoder.zero_grad(set_to_none=True)
     total = 0.0
     for rows in torch.arange(batch.samples).split(config.grpo.microbatch_rows):
         packed = pack_rows(batch, rows)
-        stats = policy.token_stats(packed, codec=None, step=0, temperature=config.rollout.temperature)
-        token_advantages = advantages[rows].repeat_interleave(batch.sampled_lengths[rows])
-        loss = grpo.clipped_loss(
-            stats.logprobs, stats.logprobs.detach(), token_advantages, config.grpo.clip_low, config.grpo.clip_high
+        logprobs = policy.token_stats(packed, codec=observer, step=0, temperature=config.rollout.temperature).logprobs
+        loss = microbatch_loss(
+            logprobs,
+            logprobs.detach(),
+            None,
+            None,
+            targets.advantages[rows],
+            weights[rows],
+            targets.counts[rows],
+            config.grpo,
         ).loss
-        loss = loss / batch.response_tokens
         loss.backward()
         total += float(loss.detach())
     gradients = {

@@ -30,6 +30,7 @@ from sprawl.policy import Decoder
 from sprawl.policy.checkpoint import read_architecture
 from sprawl.rollout.trajectories import load_batch
 from sprawl.train.checkpoint import read_blob
+from sprawl.train.codecs import BasisObserver, SubspaceCodec, make_codec
 
 IDLE_S = 0.2
 
@@ -93,7 +94,8 @@ class AnchorService:
         else:
             decoder.load_served(weights[0], torch.float32)
         del weights
-        result = replay(decoder, batch, self.config)
+        observer = self._observer(step)
+        result = replay(decoder, batch, self.config, observer)
         if not math.isfinite(result.grad_norm):
             # Folding it in would poison M for good; the previous direction is the better one.
             result = Replay({n: torch.zeros_like(g) for n, g in result.gradients.items()}, result.loss, 0.0)
@@ -103,6 +105,10 @@ class AnchorService:
         packed = signmap.encode_signs(momentum, step)
         digest = blake3(packed).hexdigest()
         self.store.put(keys.sign_map(self.run_id, step, digest), packed)
+        bases = b""
+        if observer is not None:
+            bases = save({str(layer): basis.contiguous() for layer, basis in observer.refreshed().items()})
+            self.store.put(keys.bases(self.run_id, step, blake3(bases).hexdigest()), bases)
         record = FireRecord(
             step=step,
             newest_step=used[0],
@@ -115,6 +121,8 @@ class AnchorService:
             parameters=sum(tensor.numel() for tensor in momentum.values()),
             grad_norm=result.grad_norm,
             loss=result.loss,
+            basis_digest=blake3(bases).hexdigest() if bases else None,
+            basis_bytes=len(bases),
             seconds=time.perf_counter() - started,
             finished_at=time.time(),
         )
@@ -129,6 +137,15 @@ class AnchorService:
             files = VersionReader(self.store, self.run_id, trust=environment_trust()).files()
             self._decoder = Decoder(read_architecture(files))
         return self._decoder
+
+    def _observer(self, step: int) -> BasisObserver | None:
+        """With the subspace codec: refreshes the bases of the fire before this one, at first the initial ones."""
+        codec = make_codec(self.config.boundary, self.config.seed)
+        if not isinstance(codec, SubspaceCodec):
+            return None
+        previous = self.ledger.fire(step - self.config.anchor.every)
+        codec.use(read_bases(self.store, self.run_id, previous) if previous is not None else None)
+        return BasisObserver(codec)
 
     def _momentum_before(self, step: int) -> dict[str, torch.Tensor] | None:
         """M after the previous fire: in memory, or the durable one after a restart."""
@@ -154,6 +171,18 @@ def read_sign_map(
     if blake3(data).hexdigest() != record.digest:
         raise IntegrityError(f"sign map of fire {step}: its bytes are not the committed ones ({record.digest[:16]})")
     return record, signmap.decode_signs(data, shapes)[1]
+
+
+def read_bases(store: Store, run_id: str, record: FireRecord) -> dict[int, torch.Tensor] | None:
+    """Boundary -> Q of a fire, digest checked; None when the run's codec has no bases."""
+    if record.basis_digest is None:
+        return None
+    data = store.get(keys.bases(run_id, record.step, record.basis_digest))
+    if blake3(data).hexdigest() != record.basis_digest:
+        raise IntegrityError(
+            f"bases of fire {record.step}: their bytes are not the committed ones ({record.basis_digest[:16]})"
+        )
+    return {int(layer): basis for layer, basis in load(data).items()}
 
 
 def serve(

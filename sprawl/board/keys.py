@@ -105,6 +105,11 @@ def sign_map(run_id: str, step: int, digest: str) -> str:
     return f"{run_id}/anchor/signs/{step:08d}-{digest}"
 
 
+def bases(run_id: str, step: int, digest: str) -> str:
+    """Boundary bases of the subspace codec after the fire at `step` (fp32 safetensors)."""
+    return f"{run_id}/anchor/bases/{step:08d}-{digest}"
+
+
 def anchor_state(run_id: str, step: int) -> str:
     """The anchor's own durable moving average M after the fire at `step` (fp32 safetensors)."""
     return f"{run_id}/anchor/state/{step:08d}.safetensors"

@@ -22,10 +22,10 @@ from sprawl.board.manifest import DELTA, KEYFRAME, BlobEntry, TensorEntry
 from sprawl.board.publisher import SHORT, copy_into
 from sprawl.board.reader import VersionReader
 from sprawl.board.receipts import PublishReceipt
-from sprawl.board.signing import Signer
+from sprawl.board.signing import Signer, Trust
 from sprawl.board.store import Store
 from sprawl.delta.codec import encode, encode_whole
-from sprawl.delta.state import State, dtype_name, root_digest, state_bytes, tensor_digests
+from sprawl.delta.state import State, clone_state, dtype_name, root_digest, state_bytes, tensor_digests
 from sprawl.errors import BoardError, IntegrityError
 
 
@@ -60,7 +60,16 @@ class PartWriter:
     what it owns from the board, as does one that missed a version.
     """
 
-    def __init__(self, store: Store, run_id: str, *, writer: str, keyframe_every: int, origin: int = 0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        writer: str,
+        keyframe_every: int,
+        origin: int = 0,
+        trust: Trust | None = None,
+    ) -> None:
         if keyframe_every < 1:
             raise ValueError("keyframe_every must be at least 1")
         self._store = store
@@ -68,7 +77,13 @@ class PartWriter:
         self._writer = writer
         self._keyframe_every = keyframe_every
         self._origin = origin
+        self._trust = trust
         self._base: tuple[int, State, dict[str, str]] | None = None
+
+    def resume(self, version: int, owned: State) -> None:
+        """Take `owned` as this rank's tensors of `version`, which the caller knows to be what was published; they are
+        copied. Without it they are read from the board."""
+        self._base = (version, clone_state(owned), tensor_digests(owned))
 
     def write(self, version: int, owned: State) -> Part:
         """Write the blobs of this rank's tensors of `version`; the tensors are copied. Idempotent.
@@ -108,7 +123,7 @@ class PartWriter:
 
     def _base_of(self, version: int, owned: State) -> tuple[State, dict[str, str]]:
         if self._base is None or self._base[0] != version:
-            served = VersionReader(self._store, self._run_id).materialise(version)
+            served = VersionReader(self._store, self._run_id, trust=self._trust).materialise(version)
             state = {name: tensor for name, tensor in served.state.items() if name in owned}
             self._base = (version, state, {name: served.digests[name] for name in state})
         _, state, digests = self._base

@@ -57,6 +57,20 @@ class Wire(BaseModel):
     dense: int
 
 
+class GradientViews(BaseModel):
+    """The gradient through the codec against the dense one of the same samples, before the optimizer."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
+
+    cosine: float = Field(description="Between compressed and dense gradient, over all parameters as one vector.")
+    norm_ratio: float = Field(description="|compressed| / |dense|, before clipping.")
+    sign_agreement: float = Field(description="Share of elements non-zero in both whose signs agree.")
+    corrected_cosine: float = Field(description="Between what the optimizer gets (sign-corrected) and dense.")
+    dense_sign_agreement: float | None = Field(
+        None, description="Share of non-zero dense gradient elements that agree with M; None without a sign map."
+    )
+
+
 class StepRecord(Record):
     """metrics/steps/<step>: one optimizer step. `step` counts from 1; step t turns version t-1 into version t."""
 
@@ -74,17 +88,29 @@ class StepRecord(Record):
     kl: Views = Field(description="nats/token, KL(policy || base) summed over the vocabulary, along the samples.")
     mismatch: float = Field(description="nats/token, mean |log p_sampler - log p_trainer(compression view)|.")
     mismatch_dense: float | None = Field(None, description="The same against the dense view; None without a probe.")
-    ratio_max_error: float = Field(description="max |ratio - 1| on the first inner epoch; 0 by construction.")
+    ratio_max_error: float = Field(description="max |ratio - 1| on the step's first update; 0 by construction.")
     clip_share: float = Field(description="Share of response tokens whose ratio was clipped.")
-    loss: float
-    grad_norm: float = Field(description="Global L2 norm before clipping and before the sign correction.")
+    loss: float = Field(description="Mean over the step's updates.")
+    grad_norm: float = Field(description="Global L2 norm before clipping and sign correction (last update).")
     applied: bool = Field(description="False when the gradient was not finite and the step was refused.")
     sign_fire: int | None = Field(None, description="Step of the fire whose sign map corrected this gradient.")
     sign_age: int | None = Field(None, description="Optimizer steps since that fire.")
     sign_agreement: float | None = Field(None, description="Share of non-zero gradient elements that agree with M.")
+    gradient: GradientViews | None = Field(None, description="None on steps without a gradient probe.")
+    dense_step: bool = Field(False, description="The step ran through dense boundaries (boundary.dense_every).")
+    updates: int = Field(1, description="Optimizer updates applied: inner epochs x minibatches, fewer when refused.")
+    off_policy_cut: float | None = Field(
+        None, description="Share of response tokens whose off-policy weight was truncated or masked; None without one."
+    )
+    truncated_share: float | None = Field(None, description="Share of samples that ended at the token limit.")
+    groups_sampled: int | None = Field(None, description="Groups sampled for the batch; None without dynamic sampling.")
+    reward_sampled: float | None = Field(None, description="Mean score over all of those; `reward` is the batch's.")
     staleness: float = Field(description="Mean of (step - 1 - version that sampled).")
     staleness_max: int
     boundary: Wire = Field(description="Activations and gradients over all stage boundaries.")
+    boundary_padding: int = Field(0, description="Bytes of `boundary.sent` that stand for no token.")
+    probe_bytes: int = Field(0, description="What this step's probes send over the boundaries; not in `boundary`.")
+    basis_bytes: int = Field(0, description="Bases of the subspace codec received at this step.")
     delta: Wire = Field(description="Published version; dense = the full served view.")
     sign: Wire = Field(description="Sign map received at this step; dense = fp32 gradients. Zero when none came.")
     changed_share: float = Field(description="Share of served weights whose bits changed.")
@@ -120,6 +146,8 @@ class FireRecord(Record):
     parameters: int
     grad_norm: float
     loss: float
+    basis_digest: str | None = Field(None, description="blake3 of the boundary bases; only with the subspace codec.")
+    basis_bytes: int = 0
     optimizer_steps: int = Field(0, description="Always 0: the anchor never steps an optimizer.")
     seconds: float
     finished_at: float
@@ -142,7 +170,10 @@ class CheckpointRecord(Record):
 
     step: int
     epoch: int
-    blobs: dict[str, str] = Field(description="Blob name -> blake3: masters, optimizer.")
+    blobs: dict[str, str] = Field(
+        description="Blob name -> blake3: masters, optimizer, codec (if it has state); of a pipeline of processes "
+        "<name>-<stage>of<stages>, each what its stage holds."
+    )
     bytes: int
     created_at: float
 

@@ -109,9 +109,14 @@ def _drive(options: RunOptions, runner: str, up: bool) -> int:
     from importlib.metadata import entry_points
 
     from sprawl.errors import SprawlError
+    from sprawl.run.launch import launched_rank
 
     _show_notices()
+    if launched_rank():
+        # Started by torchrun: the first process drives the run, the others serve its trainer.
+        from sprawl.run.stage_server import serve
 
+        return serve()
     if runner == "auto":
         runner = "prefect" if up or _stack_is_up() else "plain"
     if runner == "plain":

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sprawl.errors import IntegrityError
 from sprawl.policy.architecture import Architecture
@@ -138,7 +139,7 @@ class Decoder(nn.Module):
         if not arch.tied:
             self.lm_head = nn.Linear(arch.hidden, arch.vocab, bias=False)
         # Computed as in the reference implementation; a plain attribute, because a buffer would follow .to(bfloat16).
-        exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).to(torch.float32) / arch.head_dim
+        exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / arch.head_dim
         self.inverse_frequency = 1.0 / (arch.rope_theta**exponents)
 
     @property
@@ -155,10 +156,15 @@ class Decoder(nn.Module):
         """[B, T] int64 -> [B, T, H]."""
         return self.model.embed_tokens(input_ids)
 
-    def run_layers(self, x: Tensor, layers: range, rotary: Rotary) -> Tensor:
-        """Apply a slice of the layers to [B, T, H]."""
+    def run_layers(self, x: Tensor, layers: range, rotary: Rotary, *, recompute: bool = False) -> Tensor:
+        """Apply a slice of the layers to [B, T, H]. With `recompute` the backward pass runs each layer once more
+        instead of remembering what is inside it; the gradient is the same to the bit."""
         for index in layers:
-            x = self.model.layers[index](x, rotary)
+            layer = self.model.layers[index]
+            if recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, rotary, use_reentrant=False)
+            else:
+                x = layer(x, rotary)
         return x
 
     def run_rows(self, input_ids: Tensor, attention: RowAttention) -> Tensor:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sprawl.board.records import EvaluationRecord, EventRecord, FireRecord, IslandRecord, RunRecord, StepRecord
+from sprawl.board.records import (
+    EvaluationRecord,
+    EventRecord,
+    FireRecord,
+    GradientViews,
+    IslandRecord,
+    RunRecord,
+    StepRecord,
+)
 from sprawl.report.data import RunData
 from sprawl.report.numbers import first_mean, last_mean, line_fit, mean, median, ratio
 from sprawl.report.violations import run_checks
@@ -22,7 +30,12 @@ _ESSENTIALS = (
     "rollout.max_staleness",
     "boundary.codec",
     "boundary.ratio",
+    "boundary.bits",
+    "boundary.dense_every",
+    "grpo.loss",
+    "grpo.aggregation",
     "grpo.epochs",
+    "grpo.minibatches",
     "optimizer.lr",
     "anchor.enabled",
     "anchor.every",
@@ -87,6 +100,15 @@ def summarise_data(data: RunData, *, finished: bool | None = None) -> dict[str, 
         "fires": len(data.fires),
         "anchor_newest_step_lag_min": min((record.step - record.newest_step for record in data.fires), default=None),
         "sign_agreement_mean": mean(record.sign_agreement for record in steps),
+        "gradient_probe": {
+            name: _ends([getattr(record.gradient, name) if record.gradient else None for record in steps])
+            for name in GradientViews.model_fields
+        },
+        "dense_steps": sum(record.dense_step for record in steps),
+        "probe_bytes": sum(record.probe_bytes for record in steps),
+        "off_policy_cut_mean": mean(record.off_policy_cut for record in steps),
+        "truncated_share_mean": mean(record.truncated_share for record in steps),
+        "groups_sampled": sum(record.groups_sampled or record.groups for record in steps),
         "boundary_bytes_ratio": ratio(
             sum(record.boundary.sent for record in steps), sum(record.boundary.dense for record in steps)
         ),

@@ -65,7 +65,7 @@ def _steps_applied(data: RunData) -> Found:
 
 
 def _ratio_is_one(data: RunData) -> Found:
-    if not data.steps or data.setting("grpo.epochs") != 1:
+    if not data.steps or data.setting("grpo.epochs") != 1 or data.setting("grpo.minibatches", 1) != 1:
         return None
     # NaN compares false with everything, so it has to be asked for.
     wrong = [record for record in data.steps if not record.ratio_max_error <= RATIO_TOLERANCE]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -59,6 +59,14 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """Groups and mean verifier score of everything sampled for a step."""
+
+    groups: int
+    reward: float
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """N samples, rows of a group adjacent.
 
@@ -67,6 +75,7 @@ class RolloutBatch:
     rewards: [N] fp32. groups: [N] int32, problem index. seeds: [N] int64.
     version_start, version_end: [N] int32, versions that sampled the first and the last token.
     islands: which island answered each group last, in order of appearance.
+    draws: what was sampled for this step, groups left out by dynamic sampling included; None where none were.
 
     loss_mask: [N, R] bool, True where the policy sampled the token; None: all of the response.
     spans: [S, 5] int32, (row, start, end, version, island), response positions, in row order; island is an index into
@@ -93,10 +102,16 @@ class RolloutBatch:
     experts: Tensor | None = None
     expert_lengths: Tensor | None = None
     island_names: tuple[str, ...] = ()
+    draws: Sampled | None = None
 
     @property
     def samples(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def truncated(self) -> Tensor | None:
+        """[N] bool: the response ended at the token limit; None where the object does not say it."""
+        return None if self.finish is None else self.finish == FINISH.index("length")
 
     @property
     def sampled(self) -> Tensor:
@@ -218,12 +233,18 @@ OPTIONAL = ("loss_mask", "spans", "finish", "turns", "experts", "expert_lengths"
 def to_bytes(batch: RolloutBatch) -> bytes:
     """Serialise; the same batch gives the same bytes."""
     # One metadata entry: safetensors writes several in random order.
-    described = json.dumps(
-        {"format": FORMAT, "step": batch.step, "islands": batch.islands, "island_names": batch.island_names}
-    )
+    metadata: dict[str, object] = {
+        "format": FORMAT,
+        "step": batch.step,
+        "islands": batch.islands,
+        "island_names": batch.island_names,
+    }
+    if batch.draws is not None:
+        metadata["draws"] = asdict(batch.draws)
     tensors = {name: getattr(batch, name) for name in REQUIRED + OPTIONAL}
     return save(
-        {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, {"rollouts": described}
+        {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None},
+        {"rollouts": json.dumps(metadata)},
     )
 
 
@@ -240,8 +261,9 @@ def from_bytes(data: bytes, source: str) -> RolloutBatch:
         if metadata["format"] == FORMAT:
             parts |= {name: tensors.get(name) for name in OPTIONAL}
             parts["island_names"] = tuple(metadata["island_names"])
+            parts["draws"] = Sampled(**metadata["draws"]) if "draws" in metadata else None
         batch = RolloutBatch(step=metadata["step"], islands=tuple(metadata["islands"]), **parts)
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise IntegrityError(f"{source}: damaged rollouts: {error}") from error
     _check_shapes(batch, source)
     return batch

@@ -9,8 +9,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sprawl.board import keys
@@ -21,11 +21,23 @@ from sprawl.episodes import Episode, EpisodeRunner, trajectory
 from sprawl.policy import Tokenizer
 from sprawl.problems import Problem, ProblemSet, ToolProblemSet, response_text
 from sprawl.rollout.client import RolloutClient
-from sprawl.rollout.trajectories import RolloutBatch, Span, Trajectory, batch_of, expert_tensor, load_batch, to_bytes
+from sprawl.rollout.trajectories import (
+    RolloutBatch,
+    Sampled,
+    Span,
+    Trajectory,
+    batch_of,
+    expert_tensor,
+    load_batch,
+    to_bytes,
+)
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, SamplingParams, VersionPolicy
+from sprawl.train.losses.selection import plan_refill
 from sprawl.train.prf import derive_key
 
 T = TypeVar("T")
+
+IDLE_S = 0.5
 
 
 def sample_seed(run_seed: int, problem: int, sample: int, step: int) -> int:
@@ -44,6 +56,16 @@ def version_policy(config: RunConfig, step: int) -> VersionPolicy:
     return VersionPolicy(min_version=version)
 
 
+def prompt_numbers(config: RunConfig, step: int, round_: int) -> range:
+    """Numbers of the training problems that round `round_` of sampling for a step draws from: the step's own in round
+    0; the rounds that refill it take theirs from behind the last step's, so that no step sees another's."""
+    prompts, rounds = config.rollout.prompts, config.grpo.refill_rounds
+    if round_ == 0:
+        return range((step - 1) * prompts, step * prompts)
+    first = (config.steps + (step - 1) * rounds + round_ - 1) * prompts
+    return range(first, first + prompts)
+
+
 def make_batch(
     step: int,
     problems: list[Problem],
@@ -52,6 +74,31 @@ def make_batch(
     scores: list[list[float]],
 ) -> RolloutBatch:
     """Responses and scores, a group each, as padded tensors."""
+    groups = zip(problems, requests, responses, scores, strict=True)
+    return _join(step, [_response_group(*group) for group in groups])
+
+
+def episode_batch(step: int, groups: list[list[Episode]]) -> RolloutBatch:
+    """Episodes, a group each, as padded tensors. Raises SprawlError as `sprawl.episodes.trajectory` does."""
+    return _join(step, [_episode_group(group) for group in groups])
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The scored samples of one prompt, and the island that answered last."""
+
+    rows: list[Trajectory]
+    island: str
+
+    @property
+    def informative(self) -> bool:
+        """Whether its samples scored differently."""
+        return len({row.reward for row in self.rows}) > 1
+
+
+def _response_group(
+    problem: Problem, request: GenerateRequest, response: GenerateResponse, scores: list[float]
+) -> _Group:
     rows = [
         Trajectory(
             prompt=request.input_ids or [],
@@ -67,16 +114,17 @@ def make_batch(
             finish="unknown" if sample.finish_reason == "abort" else sample.finish_reason,
             experts=None if sample.routed_experts is None else expert_tensor(sample.routed_experts),
         )
-        for problem, request, response, marks in zip(problems, requests, responses, scores, strict=True)
-        for sample, score, seed in zip(response.samples, marks, request.sampling_params.seeds or [], strict=True)
+        for sample, score, seed in zip(response.samples, scores, request.sampling_params.seeds or [], strict=True)
     ]
-    return batch_of(step, rows, [response.island_id for response in responses])
+    return _Group(rows, response.island_id)
 
 
-def episode_batch(step: int, groups: list[list[Episode]]) -> RolloutBatch:
-    """Episodes, a group each, as padded tensors. Raises SprawlError as `sprawl.episodes.trajectory` does."""
-    rows = [trajectory(episode, group=episode.problem.index) for group in groups for episode in group]
-    return batch_of(step, rows, [group[-1].islands[-1] for group in groups])
+def _episode_group(group: list[Episode]) -> _Group:
+    return _Group([trajectory(episode, group=episode.problem.index) for episode in group], group[-1].islands[-1])
+
+
+def _join(step: int, groups: list[_Group]) -> RolloutBatch:
+    return batch_of(step, [row for group in groups for row in group.rows], [group.island for group in groups])
 
 
 @dataclass(frozen=True)
@@ -127,10 +175,15 @@ class Collector:
         if step not in self._pending:
             self._pending[step] = asyncio.run_coroutine_threadsafe(self._collect(step), self._loop)
 
-    def wait(self, step: int) -> Collected:
-        """The batch of a step, once it is on the board. Raises what sampling it raised; it can then be asked again."""
+    def wait(self, step: int, idle: Callable[[], None] = lambda: None) -> Collected:
+        """The batch of a step, once it is on the board; `idle` is called meanwhile, twice a second.
+
+        Raises what sampling it or `idle` raised; it can then be asked again.
+        """
         self.request(step)
         try:
+            while not wait([self._pending[step]], IDLE_S).done:
+                idle()
             return self._pending[step].result()
         except BaseException:
             self._pending.pop(step, None)
@@ -166,17 +219,28 @@ class Collector:
             return Collected(self.load(step), True, time.perf_counter() - started)
         except MissingKey:
             pass
-        batch = await self._sample(step)
+        rounds, wanted = self.config.grpo.refill_rounds, self.config.rollout.prompts
+        sampled: list[_Group] = []
+        missing = wanted
+        for number in range(rounds + 1):
+            sampled += await self._sample(step, prompt_numbers(self.config, step, number)[:missing])
+            plan = plan_refill([group.informative for group in sampled], wanted, rounds - number)
+            missing = plan.missing
+            if not missing:
+                break
+        batch = _join(step, [sampled[place] for place in plan.keep])
+        if len(sampled) > wanted:
+            scores = [row.reward for group in sampled for row in group.rows]
+            batch = replace(batch, draws=Sampled(len(sampled), sum(scores) / len(scores)))
         # Written before anyone trains on it; when two trainers raced, the batch that is there is the batch.
         if not self.store.create(keys.rollouts(self.run_id, step), to_bytes(batch)):
             batch = self.load(step)
         return Collected(batch, False, time.perf_counter() - started)
 
-    async def _sample(self, step: int) -> RolloutBatch:
-        """Ask islands for the step's groups, or play its episodes, and score them."""
+    async def _sample(self, step: int, numbers: range) -> list[_Group]:
+        """Ask islands for a group a prompt number, or play its episodes, and score them."""
         rollout = self.config.rollout
-        first = (step - 1) * rollout.prompts
-        problems = [self.problems.train(first + offset) for offset in range(rollout.prompts)]
+        problems = [self.problems.train(number) for number in numbers]
         seeds = [
             [sample_seed(self.config.seed, problem.index, s, step) for s in range(rollout.samples)]
             for problem in problems
@@ -191,7 +255,7 @@ class Collector:
                 temperature=rollout.temperature,
                 route=rollout.episodes,
             )
-            return episode_batch(step, await runner.run_many(problems, seeds, policy))
+            return [_episode_group(group) for group in await runner.run_many(problems, seeds, policy)]
         requests = [
             GenerateRequest(
                 input_ids=self.tokenizer.encode(problem.prompt),
@@ -207,11 +271,15 @@ class Collector:
             for problem, of_problem in zip(problems, seeds, strict=True)
         ]
         responses = await self.client.generate_many(requests)
-        scores = [
-            [
-                self.problems.score(problem, response_text(self.tokenizer, sample.token_ids))
-                for sample in response.samples
-            ]
-            for problem, response in zip(problems, responses, strict=True)
+        return [
+            _response_group(
+                problem,
+                request,
+                response,
+                [
+                    self.problems.score(problem, response_text(self.tokenizer, sample.token_ids))
+                    for sample in response.samples
+                ],
+            )
+            for problem, request, response in zip(problems, requests, responses, strict=True)
         ]
-        return make_batch(step, problems, requests, responses, scores)

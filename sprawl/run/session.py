@@ -20,7 +20,6 @@ import torch
 from sprawl import __version__
 from sprawl.anchor.forecast import checkpoints_for, fire_due
 from sprawl.board.ledger import Ledger, resolve_run
-from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import EvaluationRecord, EventRecord, RunRecord, StepRecord
 from sprawl.board.signing import environment_keys
@@ -28,25 +27,28 @@ from sprawl.board.store import Store, open_store
 from sprawl.board.verify import verify_board
 from sprawl.config import RunConfig, parse_config
 from sprawl.delta.state import root_digest, served_view, tensor_digests
-from sprawl.delta.views import dense_view
 from sprawl.errors import ConfigError, Diverged, SprawlError
 from sprawl.evaluate.harness import evaluate_version
-from sprawl.policy import Decoder, Tokenizer
-from sprawl.policy.checkpoint import drop_tied_head, load_auxiliary, load_weights, read_architecture, served_files
+from sprawl.policy import Tokenizer
+from sprawl.policy.checkpoint import drop_tied_head, load_auxiliary, load_weights, read_architecture
 from sprawl.policy.fetch import ensure_base
 from sprawl.problems import load_problem_set
 from sprawl.report.data import load_run
 from sprawl.report.violations import find_violations
 from sprawl.rollout.trajectories import RolloutBatch, load_batch
+from sprawl.run.base_model import BaseModel
 from sprawl.run.collector import Collected, Collector
 from sprawl.run.crew import Crew
 from sprawl.run.fleet import Fleet, FleetContext, open_fleet
+from sprawl.run.launch import launched_processes
+from sprawl.run.multi import MultiProcess
 from sprawl.run.options import RunOptions, new_run_id
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
 from sprawl.run.signs import SignMaps
 from sprawl.run.step_record import step_record
-from sprawl.train.checkpoint import delete_checkpoint, restore, save_checkpoint, surplus
-from sprawl.train.trainer import StepStats, Trainer
+from sprawl.run.trainers import RunTrainer, SingleProcess
+from sprawl.train.checkpoint import delete_checkpoint, surplus
+from sprawl.train.trainer import StepStats
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class RunSession:
         self._step_started = 0.0
         self._closed = False
         self._collector: Collector | None = None
+        self._trainer: RunTrainer | None = None
 
     # ---------------------------------------------------------------- opening
 
@@ -92,10 +95,12 @@ class RunSession:
             store = open_store(options.board)
             run_id = resolve_run(store, options.resume)
             config = parse_config(Ledger(store, run_id).run().config, f"run.json of {run_id}")
+            _check_launch(config)
         else:
             if options.config is None:
                 raise ConfigError("a new run needs a config", "give a YAML, or --resume RUN_ID")
             config = options.config
+            _check_launch(config)
             run_id = options.run_id or new_run_id(config.name)
             load_problem_set(config.problems.name, config.seed, config.problems.params)
             base = ensure_base(config.policy.base, Path("models"), log.info)
@@ -122,38 +127,20 @@ class RunSession:
         torch.set_num_threads(self.config.threads.trainer)
         self.epoch = self.ledger.acquire_epoch()
         record = self.ledger.run()
-        base = ensure_base(self.config.policy.base, Path("models"), log.info)
-        files = load_auxiliary(base)
-        arch = read_architecture(files)
-        weights = drop_tied_head(load_weights(base), arch)
-        decoder, reference = Decoder(arch), Decoder(arch)
-        decoder.load_served(weights, torch.float32)
-        # The reference is version 0 as it is served; it is never trained, so it needs no fp32 copy under autocast.
-        served = served_view(weights, self.config.publish.dtype)
-        reference.load_served(dense_view(served), getattr(torch, self.config.policy.compute_dtype))
-        reference.requires_grad_(False)
-        self.trainer = Trainer(decoder, reference, self.config)
-        self.tokenizer = Tokenizer.from_files(files)
+        base = BaseModel.load(self.config)
+        self.tokenizer = Tokenizer.from_files(base.files)
         self.problems = load_problem_set(self.config.problems.name, self.config.seed, self.config.problems.params)
         self.stop_ids = sorted({i for text in self.problems.stop for i in self.tokenizer.ids_containing(text)})
-        self.publisher = Publisher(
-            self.store,
-            self.run_id,
-            keyframe_every=self.config.publish.keyframe_every,
-            dtype=self.config.publish.dtype,
-            epoch=self.epoch,
-            writer=f"trainer-{self.epoch}",
-            files=served_files(files, self.config.publish.dtype, weights),
-            signer=self.signer,
-        )
+        self._trainer = self._open_trainer(base)
         head = self.reader.head()
         if head is None:
-            self.publisher.publish(0, 0, served)
+            self.trainer.publish(0, {})
             head = 0
         self._checkpoint(0)
-        self.signs = SignMaps(
-            self.store, self.ledger, self.config.anchor, decoder.shapes(), f"see {self.log_dir}/anchor.log"
-        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in base.weights.items()}
+        self.signs = SignMaps(self.store, self.ledger, self.config.anchor, shapes, f"see {self.log_dir}/anchor.log")
+        self._parameters = record.parameters
+        del base
         # Before the trainer catches up: processes take seconds to start. A finished run needs none.
         last_fire = self.config.steps - self.config.steps % self.config.anchor.every
         fires_missing = self.config.anchor.enabled and last_fire > 0 and self.ledger.fire(last_fire) is None
@@ -180,7 +167,7 @@ class RunSession:
             resumed=self.resumed,
             replayed=replayed,
             parameters=record.parameters,
-            boundary=self._describe_boundary(),
+            boundary=self.trainer.describe_boundary(),
         )
 
     # ---------------------------------------------------------------- the phases of a step
@@ -223,7 +210,7 @@ class RunSession:
         for ahead in range(step + 1, min(step + self.config.rollout.max_staleness, self.config.steps) + 1):
             self._sampler.request(ahead)
         computed = time.perf_counter()
-        self._stats = self.trainer.step(step, batch, self.signs.signs)
+        self._stats = self.trainer.train(step, batch, self.signs)
         self._trained = step
         self._seconds["train"] = time.perf_counter() - computed
         self._bad_steps = 0 if self._stats.applied else self._bad_steps + 1
@@ -240,7 +227,7 @@ class RunSession:
         if step != self._trained or self._stats is None or self._batch is None:
             raise SprawlError(f"step {step} has not been trained: nothing to publish")
         started = time.perf_counter()
-        receipt = self.publisher.publish(step, step, self._served(), extra={"sign_fire": self.signs.fire})
+        receipt = self.trainer.publish(step, {"sign_fire": self.signs.fire})
         self._seconds["publish"] = time.perf_counter() - started
         started = time.perf_counter()
         self._checkpoint(step)
@@ -328,7 +315,11 @@ class RunSession:
             if self._collector is not None:
                 self._collector.close()
         finally:
-            self.crew.stop()
+            try:
+                if self._trainer is not None:
+                    self._trainer.close()
+            finally:
+                self.crew.stop()
 
     # ---------------------------------------------------------------- resume
 
@@ -341,7 +332,7 @@ class RunSession:
         """
         start = max(step for step in self.ledger.checkpoints() if step <= head)
         if start:
-            restore(self.store, self.ledger, start, self.trainer.decoder, self.trainer.optimizer)
+            self.trainer.restore(start)
         self._trained = self.head_step = start
         for step in range(start + 1, head + 1):
             manifest = self.reader.manifest(step)
@@ -350,21 +341,14 @@ class RunSession:
             self._sign_bytes = self.signs.use(manifest.extra.get("sign_fire"))
             began = time.perf_counter()
             batch = load_batch(self.store, self.run_id, step)
-            self._batch, self._stats = batch, self.trainer.step(step, batch, self.signs.signs)
+            self._batch, self._stats = batch, self.trainer.train(step, batch, self.signs)
             self._trained = self.head_step = step
             self._seconds = {"train": time.perf_counter() - began, "total": time.perf_counter() - began}
             self._checkpoint(step)
-        state = self._served()
-        digest = root_digest(tensor_digests(state))
-        manifest = self.reader.manifest(head)
-        if manifest is None:
-            raise SprawlError(f"version {head} of {self.run_id} is gone from the board")
-        if digest == manifest.root_digest:
-            self.publisher.resume(state, head)
-        else:
-            message = f"replay to step {head} gave {digest[:16]}, published was {manifest.root_digest[:16]}"
+        here, published = self.trainer.adopt(head)
+        if here != published:
+            message = f"replay to step {head} gave {here[:16]}, published was {published[:16]}"
             self._event("violation", message, step=head)
-            self.publisher.resume(None, head)
         if head > 0 and self.ledger.step(head) is None and self._stats is not None and self._batch is not None:
             # Killed between the commit and its ledger record: the replay has just measured the same step again.
             self.ledger.write_step(self._record(head, self._batch, self._stats, self._published_receipt(head)))
@@ -390,22 +374,32 @@ class RunSession:
     # ---------------------------------------------------------------- small things
 
     @property
+    def trainer(self) -> RunTrainer:
+        if self._trainer is None:
+            raise SprawlError("the session is not prepared")
+        return self._trainer
+
+    @property
     def _sampler(self) -> Collector:
         if self._collector is None:
             raise SprawlError("the session is not prepared")
         return self._collector
 
     def _wait_for_batch(self, step: int) -> Collected:
-        return self._sampler.wait(step)
+        return self._sampler.wait(step, self.trainer.check)
 
-    def _served(self) -> dict[str, torch.Tensor]:
-        masters = {name: p.detach() for name, p in self.trainer.decoder.named_parameters()}
-        return served_view(masters, self.config.publish.dtype)
+    def _open_trainer(self, base: BaseModel) -> RunTrainer:
+        place = (self.config, self.store, self.ledger, base)
+        epoch, signer, trust = self.epoch, self.signer, self.trust
+        if self.config.policy.processes == 1:
+            return SingleProcess(*place, epoch=epoch, signer=signer, trust=trust)
+        board, log_dir = self.board, self.log_dir
+        return MultiProcess(*place, board=board, log_dir=log_dir, epoch=epoch, signer=signer, trust=trust)
 
     def _checkpoint(self, step: int) -> None:
         if step % self.config.checkpoint.every and step != self.config.steps:
             return
-        save_checkpoint(self.store, self.ledger, step, self.epoch, self.trainer.decoder, self.trainer.optimizer)
+        self.trainer.checkpoint(step)
         needed = None
         if self.config.anchor.enabled:
             next_fire = self.config.anchor.every
@@ -414,11 +408,6 @@ class RunSession:
             needed = min(checkpoints_for(next_fire, self.config.anchor) or [0])
         for old in surplus(self.ledger.checkpoints(), self.config.checkpoint.keep, needed):
             delete_checkpoint(self.store, self.run_id, old)
-
-    def _describe_boundary(self) -> str:
-        hidden = self.trainer.decoder.arch.hidden
-        kept = self.trainer.codec.keep(hidden)
-        return f"{self.trainer.codec.name}: {kept} of {hidden} channels at {self.trainer.policy.boundaries} boundaries"
 
     def _train_receipt(self, step: int, started: float, *, skipped: bool) -> TrainReceipt:
         stats = self._stats
@@ -439,15 +428,27 @@ class RunSession:
             stats,
             receipt,
             epoch=self.epoch,
-            parameters=sum(p.numel() for p in self.trainer.decoder.parameters()),
+            parameters=self._parameters,
             sign_fire=self.signs.fire,
             sign_bytes=self._sign_bytes,
+            basis_bytes=self.signs.basis_bytes if self._sign_bytes else 0,
             seconds=self._seconds,
         )
 
     def _event(self, kind: str, message: str, data: dict[str, Any] | None = None, step: int | None = None) -> None:
         at = self.head_step if step is None else step
         self.ledger.write_event(EventRecord(kind=kind, at=time.time(), step=at, message=message, data=data or {}))
+
+
+def _check_launch(config: RunConfig) -> None:
+    """Raises ConfigError when torchrun started another number of processes than the config needs."""
+    launched, policy = launched_processes(), config.policy
+    if launched not in (1, policy.processes):
+        raise ConfigError(
+            f"torchrun started {launched} processes; policy.runtime={policy.runtime}, stages={policy.stages} and "
+            f"replicas={policy.replicas} need {policy.processes}",
+            "change one of them, or start the run without torchrun",
+        )
 
 
 def _create_run(store: Store, run_id: str, config: RunConfig, base: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
-from sprawl.anchor.service import read_sign_map
+from sprawl.anchor.service import read_bases, read_sign_map
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store
 from sprawl.config import AnchorConfig
@@ -20,15 +20,24 @@ class SignMaps:
     """The sign map in force. `signs` is None until the first fire; `fire` is the step of the fire it came from."""
 
     def __init__(
-        self, store: Store, ledger: Ledger, config: AnchorConfig, shapes: dict[str, tuple[int, ...]], hint: str
+        self,
+        store: Store,
+        ledger: Ledger,
+        config: AnchorConfig,
+        shapes: dict[str, tuple[int, ...]],
+        hint: str,
+        names: Collection[str] | None = None,
     ) -> None:
         self._store = store
         self._ledger = ledger
         self._config = config
         self._shapes = shapes
         self._hint = hint  # where to look when a fire does not come
+        self._names = names  # keep the signs of these parameters only; None: of all
         self.signs: dict[str, torch.Tensor] | None = None
         self.fire: int | None = None
+        self.bases: dict[int, torch.Tensor] | None = None  # of the same fire, with the subspace codec
+        self.basis_bytes = 0
 
     def take(self, step: int, idle: Callable[[], None]) -> int:
         """Pick up the newest sign map that optimizer step `step` may use; returns the bytes received, 0 without news.
@@ -55,12 +64,15 @@ class SignMaps:
         if fire == self.fire:
             return 0
         if fire is None:
-            self.signs, self.fire = None, None
+            self.signs, self.fire, self.bases, self.basis_bytes = None, None, None, 0
             return 0
         found = read_sign_map(self._store, self._ledger, fire, self._shapes)
         if found is None:
             raise SprawlError(f"the sign map of fire {fire} is gone from the board of {self._ledger.run_id}")
-        record, self.signs = found
+        record, signs = found
+        self.signs = {name: sign for name, sign in signs.items() if self._names is None or name in self._names}
+        self.bases = read_bases(self._store, self._ledger.run_id, record)
+        self.basis_bytes = record.basis_bytes
         self.fire = fire
         return record.bytes
 

@@ -20,9 +20,11 @@ def step_record(
     parameters: int,
     sign_fire: int | None,
     sign_bytes: int,
+    basis_bytes: int,
     seconds: dict[str, float],
 ) -> StepRecord:
-    """The record of optimizer step `step`. `sign_bytes`: size of the sign map that arrived for it, 0 when none did."""
+    """The record of optimizer step `step`. `sign_bytes`: size of the sign map that arrived for it, 0 when none did;
+    `basis_bytes` the same of the subspace codec's bases."""
     lag = step - 1 - batch.version_start.float()
     return StepRecord(
         step=step,
@@ -47,9 +49,19 @@ def step_record(
         sign_fire=sign_fire,
         sign_age=None if sign_fire is None else step - sign_fire,
         sign_agreement=stats.sign_agreement,
+        gradient=stats.gradient,
+        dense_step=stats.dense_step,
+        updates=stats.updates,
+        off_policy_cut=stats.off_policy_cut,
+        truncated_share=None if batch.truncated is None else float(batch.truncated.float().mean()),
+        groups_sampled=None if batch.draws is None else batch.draws.groups,
+        reward_sampled=None if batch.draws is None else batch.draws.reward,
         staleness=float(lag.mean()),
         staleness_max=int(lag.max()),
         boundary=Wire(sent=stats.wire.sent, dense=stats.wire.dense),
+        boundary_padding=stats.wire.padding,
+        probe_bytes=stats.probe_bytes,
+        basis_bytes=basis_bytes,
         delta=Wire(sent=receipt.sent_bytes, dense=receipt.full_bytes),
         sign=Wire(sent=sign_bytes, dense=4 * parameters if sign_bytes else 0),
         changed_share=receipt.changed_share,

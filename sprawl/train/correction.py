@@ -9,12 +9,35 @@ clipping, so the global norm of what the optimizer sees is at most that of the c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """How many non-zero gradient elements there were, and how many had M's sign, before the correction."""
+
+    agreeing: int
+    nonzero: int
+
+    @property
+    def share(self) -> float:
+        """nan when there are none."""
+        return self.agreeing / self.nonzero if self.nonzero else float("nan")
+
+
 @torch.no_grad()
+def correct_gradient(gradient: Tensor, positive: Tensor, blend: float) -> Agreement:
+    """Re-sign one gradient in place; `positive`: bool of its shape, True where sign(M) is +1."""
+    present = gradient != 0
+    agreement = Agreement(int(((gradient > 0) == positive)[present].sum()), int(present.sum()))
+    directed = torch.where(positive, gradient.abs(), -gradient.abs())
+    gradient.mul_(blend).add_(directed, alpha=1 - blend)
+    return agreement
+
+
 def correct_gradients(parameters: Mapping[str, nn.Parameter], signs: Mapping[str, Tensor], blend: float) -> float:
     """Re-sign gradients in place. `signs`: name -> bool tensor of the parameter's shape, True where sign(M) is +1.
 
@@ -26,9 +49,6 @@ def correct_gradients(parameters: Mapping[str, nn.Parameter], signs: Mapping[str
         gradient, positive = parameter.grad, signs.get(name)
         if gradient is None or positive is None:
             continue
-        present = gradient != 0
-        agreeing += int(((gradient > 0) == positive)[present].sum())
-        nonzero += int(present.sum())
-        directed = torch.where(positive, gradient.abs(), -gradient.abs())
-        gradient.mul_(blend).add_(directed, alpha=1 - blend)
-    return agreeing / nonzero if nonzero else float("nan")
+        part = correct_gradient(gradient, positive, blend)
+        agreeing, nonzero = agreeing + part.agreeing, nonzero + part.nonzero
+    return Agreement(agreeing, nonzero).share

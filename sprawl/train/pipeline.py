@@ -1,7 +1,7 @@
 """The staged forward pass, in one process: stages are slices of the decoder, boundaries are real payload tensors.
 
 This runtime simulates the wire: the same tensors cross that a socket would carry, and their sizes are counted, but
-stages share a process. A multi-process runtime sends the same payloads between stage processes.
+stages share a process. `sprawl.train.runtime` sends the same payloads between stage processes.
 """
 
 from __future__ import annotations
@@ -75,13 +75,29 @@ class TokenStats:
     entropy: Tensor
 
 
+def token_stats(distribution: Tensor, packed: Packed) -> TokenStats:
+    """What the log-probs [m, V] of every token say about those taken."""
+    with torch.no_grad():
+        entropy = grpo.entropy(distribution)
+    return TokenStats(distribution.gather(1, packed.targets[:, None]).squeeze(1), entropy)
+
+
+def read_head(decoder: Decoder, x: Tensor, packed: Packed, temperature: float) -> Tensor:
+    """Hidden states [B, T, H] behind the last layer -> fp32 log-probs [m, V] at the selected positions."""
+    x = x.reshape(-1, x.shape[-1]).index_select(0, packed.select)
+    return torch.log_softmax(decoder.head(x) / temperature, dim=-1)
+
+
 class StagedPolicy:
     """A decoder cut into stages with a codec at every boundary. `codec=None` is the dense view."""
 
-    def __init__(self, decoder: Decoder, layers: list[range], compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, decoder: Decoder, layers: list[range], compute_dtype: torch.dtype, *, recompute: bool = False
+    ) -> None:
         self.decoder = decoder
         self.layers = layers
         self.compute_dtype = compute_dtype
+        self.recompute = recompute
 
     @property
     def boundaries(self) -> int:
@@ -97,10 +113,9 @@ class StagedPolicy:
         wire: WireCounter | None = None,
     ) -> TokenStats:
         """Log-probs of the response tokens taken; see `distributions`."""
-        distribution = self.distributions(packed, codec=codec, step=step, temperature=temperature, wire=wire)
-        with torch.no_grad():
-            entropy = grpo.entropy(distribution)
-        return TokenStats(distribution.gather(1, packed.targets[:, None]).squeeze(1), entropy)
+        return token_stats(
+            self.distributions(packed, codec=codec, step=step, temperature=temperature, wire=wire), packed
+        )
 
     def distributions(
         self,
@@ -117,9 +132,7 @@ class StagedPolicy:
             x = self.decoder.embed(packed.ids)
             rotary = self.decoder.rotary(0, packed.ids.shape[1], x.dtype)
             for stage, layers in enumerate(self.layers):
-                x = self.decoder.run_layers(x, layers, rotary)
+                x = self.decoder.run_layers(x, layers, rotary, recompute=self.recompute)
                 if codec is not None and stage < self.boundaries:
                     x = cross(x, codec, stage, step, packed.tokens, wire)
-            x = x.reshape(-1, x.shape[-1]).index_select(0, packed.select)
-            logits = self.decoder.head(x) / temperature
-        return torch.log_softmax(logits, dim=-1)
+            return read_head(self.decoder, x, packed, temperature)

@@ -33,11 +33,18 @@ SETTINGS = [
 ]
 
 
-def command(board: Path, run_id: str, resume: bool) -> list[str]:
+CODECS = {
+    "prf": ("boundary.codec=prf",),
+    "quantized-prf": ("boundary.codec=quantized-prf", "boundary.dense_every=5", "probe.gradient_every=3"),
+    "subspace": ("boundary.codec=subspace", "grpo.minibatches=2", "grpo.epochs=2", "grpo.refill_rounds=1"),
+}
+
+
+def command(board: Path, run_id: str, resume: bool, more: tuple[str, ...] = ()) -> list[str]:
     base = [sys.executable, "-m", "sprawl.cli", "run", "configs/tiny.yaml", "--runner", "plain", "--board", str(board)]
     if resume:
         return [*base, "--resume", run_id]
-    return [*base, "--run-id", run_id, *(part for setting in SETTINGS for part in ("--set", setting))]
+    return [*base, "--run-id", run_id, *(part for setting in (*SETTINGS, *more) for part in ("--set", setting))]
 
 
 def root_digests(board: Path, run_id: str) -> list[str]:
@@ -57,15 +64,17 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_killed_run_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path) -> None:
-    board = tmp_path / "board"
-    subprocess.run(command(board, "calm", resume=False), cwd=ROOT, check=True, timeout=240)
+@pytest.mark.parametrize("codec", CODECS)
+def test_killed_run_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path, codec: str) -> None:
+    """With all that a codec carries from step to step: running means in the checkpoint, bases on the board."""
+    board, more = tmp_path / "board", CODECS[codec]
+    subprocess.run(command(board, "calm", resume=False, more=more), cwd=ROOT, check=True, timeout=240)
     calm = root_digests(board, "calm")
     assert len(calm) == STEPS + 1
 
     store = open_store(str(board))
     for kill_after in (3, 8):
-        process = subprocess.Popen(command(board, "killed", resume=kill_after > 3), cwd=ROOT)
+        process = subprocess.Popen(command(board, "killed", resume=kill_after > 3, more=more), cwd=ROOT)
         deadline = time.monotonic() + 120
         while not store.exists(f"killed/manifests/{kill_after:08d}.json"):
             assert process.poll() is None, "the run ended before it could be killed"
@@ -97,6 +106,8 @@ def test_killed_run_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path) ->
     assert summary["steps"] == STEPS
     assert summary["fires"] == 3
     assert summary["violations"] == []
+    probes = [[record.gradient for record in Ledger(store, run).steps()] for run in ("calm", "killed")]
+    assert probes[0] == probes[1]
     assert summary["versions_verified"] == summary["versions_published"] == STEPS + 1
 
 

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from sprawl.board.records import Views, Wire
+from sprawl.board.records import GradientViews, Views, Wire
 from sprawl.report.data import RunData
 from sprawl.report.summary import summarise, summarise_data
 from tests.report.plausible import (
@@ -108,6 +108,23 @@ def test_first_and_last_windows():
     assert summary["reward_last20"] == pytest.approx(0.905)
     assert summary["mismatch_first"] == pytest.approx(5.5)
     assert summary["mismatch_last"] == pytest.approx(90.5)
+
+
+def test_gradient_probes_and_what_goes_with_them():
+    probe = GradientViews(
+        cosine=0.1, norm_ratio=30.0, sign_agreement=0.52, corrected_cosine=0.4, dense_sign_agreement=None
+    )
+    steps = [
+        make_step(1, gradient=probe, probe_bytes=1000, truncated_share=0.25),
+        make_step(2, dense_step=True, off_policy_cut=0.5, groups_sampled=24),
+        make_step(3, gradient=probe.model_copy(update={"cosine": 0.3}), probe_bytes=1000),
+    ]
+    summary = summarise(make_run_record(), steps, [], [], [], [])
+    assert summary["gradient_probe"]["cosine"]["first"] == pytest.approx(0.2)
+    assert summary["gradient_probe"]["norm_ratio"]["last"] == 30.0
+    assert summary["gradient_probe"]["dense_sign_agreement"] == {"first": None, "last": None}
+    assert (summary["dense_steps"], summary["probe_bytes"], summary["groups_sampled"]) == (1, 2000, 16 + 24 + 16)
+    assert (summary["off_policy_cut_mean"], summary["truncated_share_mean"]) == (0.5, 0.25)
 
 
 def test_nothing_known_yet():

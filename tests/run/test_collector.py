@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from sprawl.problems import Problem
-from sprawl.rollout.trajectories import Span
+from sprawl.board.keys import rollouts
+from sprawl.board.store import MemoryStore
+from sprawl.errors import IntegrityError
+from sprawl.problems import Problem, load_problem_set
+from sprawl.rollout.trajectories import Sampled, Span, from_bytes, to_bytes
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, Sample, SamplingParams, VersionSpan
-from sprawl.run.collector import make_batch, sample_seed, version_policy
+from sprawl.run.collector import Collector, make_batch, prompt_numbers, sample_seed, version_policy
+from tests.train.helpers import make_batch as training_batch
 from tests.train.helpers import make_config
 
 
@@ -37,9 +44,30 @@ def test_batch_lays_out_prompt_and_response_per_sample() -> None:
     assert batch.version_start.tolist() == [4, 4, 5, 5]
     assert batch.version_end.tolist() == [4, 5, 5, 5]
     assert batch.islands == ("island-0", "island-1")
+    assert batch.truncated is not None
+    assert batch.truncated.tolist() == [False] * 4
     assert batch.loss_mask is None
     assert batch.spans_of(1) == [Span(4, 0, 1, "island-0"), Span(5, 1, 2, "island-0"), Span(5, 2, 3, "island-0")]
     assert batch.flat_logprobs(torch.tensor([1, 3])).tolist() == [0.0, -0.5, -1.0, 0.0]
+
+
+def test_trajectories_round_trip_and_damage_is_found() -> None:
+    batch = training_batch()
+    data = to_bytes(batch)
+    assert to_bytes(batch) == data
+    again = from_bytes(data, "here")
+    assert torch.equal(again.tokens, batch.tokens)
+    assert again.islands == batch.islands
+    assert (again.truncated, again.draws) == (None, None)
+    finish = (2 * (torch.arange(batch.samples) == 1)).to(torch.uint8)
+    more = replace(batch, finish=finish, draws=Sampled(7, 0.25))
+    full = from_bytes(to_bytes(more), "here")
+    assert full.draws == Sampled(7, 0.25)
+    assert full.truncated is not None
+    assert full.truncated.tolist() == [row == 1 for row in range(batch.samples)]
+    for damaged in (data[:-1], data[:20], b"", data.replace(b"sprawl-rollouts-2", b"sprawl-rollouts-9")):
+        with pytest.raises(IntegrityError, match="here"):
+            from_bytes(damaged, "here")
 
 
 def test_versions_a_step_accepts() -> None:
@@ -54,3 +82,85 @@ def test_seeds_are_distinct_and_fit_an_int64() -> None:
     assert len(seeds) == 50 * 16 * 2
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sample_seed(7, 3, 5, 9) == sample_seed(7, 3, 5, 9)
+
+
+def test_no_round_of_any_step_draws_another_ones_prompts() -> None:
+    config = make_config(rollout={"prompts": 3}, grpo={"refill_rounds": 2})
+    drawn = [number for step in (1, 2, 3, 4) for round_ in (0, 1, 2) for number in prompt_numbers(config, step, round_)]
+    assert len(drawn) == len(set(drawn)) == 4 * 3 * 3
+    plain = make_config(rollout={"prompts": 3})
+    assert [list(prompt_numbers(plain, step, 0)) for step in (1, 2)] == [[0, 1, 2], [3, 4, 5]]
+
+
+class Tokens:
+    """A tokenizer of digits and signs, a character a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class Answers:
+    """A client whose samples are right, wrong, or half of them right, as the next letter of `script` says."""
+
+    def __init__(self, script: str, answer: str) -> None:
+        self.script = list(script)
+        self.answer = answer
+        self.asked: list[int] = []
+
+    async def generate_many(self, requests: list[GenerateRequest]) -> list[GenerateResponse]:
+        self.asked.append(len(requests))
+        return [self._respond(self.script.pop(0), request.sampling_params.n) for request in requests]
+
+    def _respond(self, letter: str, count: int) -> GenerateResponse:
+        right = {"r": count, "w": 0, "h": count // 2}[letter]
+        samples = [sample([ord("r" if i < right else "w")], 0) for i in range(count)]
+        return GenerateResponse(samples=samples, weight_version_start=0, weight_version_end=0, island_id="island-0")
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("script", "rounds", "asked", "kept", "groups"),
+    [
+        ("hhh", 2, [3], "hhh", None),
+        ("hrw", 0, [3], "hrw", None),
+        ("hrwhh", 2, [3, 2], "hhh", 5),
+        ("rwhrhh", 2, [3, 2, 1], "hhh", 6),
+        ("rwwrwrwhw", 2, [3, 3, 3], "rwh", 9),  # bounded: what has no advantage fills up
+    ],
+)
+def test_dynamic_sampling_replaces_groups_without_an_advantage(
+    monkeypatch: pytest.MonkeyPatch, script: str, rounds: int, asked: list[int], kept: str, groups: int | None
+) -> None:
+    client = Answers(script, "r")
+
+    async def opened(self: Collector) -> Answers:
+        return client
+
+    monkeypatch.setattr(Collector, "_open_client", opened)
+    monkeypatch.setattr("sprawl.run.collector.response_text", lambda tokenizer, ids: tokenizer.decode(ids))
+    problems = load_problem_set("addition", 0, {"digits": 1})
+    monkeypatch.setattr(type(problems), "score", lambda self, problem, text: float(text == "r"))
+    config = make_config(rollout={"prompts": 3, "samples": 2}, grpo={"refill_rounds": rounds})
+    store = MemoryStore()
+    collector = Collector(config, store, "r", Tokens(), problems, [], list)  # type: ignore[arg-type]
+    try:
+        batch = collector.wait(2).batch
+    finally:
+        collector.close()
+    assert client.asked == asked
+    scores = batch.rewards.view(-1, 2).mean(1).tolist()
+    assert scores == [{"h": 0.5, "r": 1.0, "w": 0.0}[letter] for letter in kept]
+    assert len(set(batch.groups.tolist())) == 3
+    if groups is None:
+        assert batch.draws is None
+    else:
+        everything = [{"h": 0.5, "r": 1.0, "w": 0.0}[letter] for letter in script]
+        assert batch.draws is not None
+        assert batch.draws.groups == groups
+        assert batch.draws.reward == pytest.approx(sum(everything) / groups)
+    assert store.exists(rollouts("r", 2))

@@ -7,10 +7,12 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
+from sprawl.anchor.replay import replay
 from sprawl.train import grpo
 from sprawl.train.boundary import PrfCodec
 from sprawl.train.correction import correct_gradients
 from sprawl.train.pipeline import StagedPolicy, pack, pack_rows
+from sprawl.train.probe import compare_gradients
 from sprawl.train.trainer import Trainer
 from tests.train.helpers import make_batch, make_config, make_decoder
 
@@ -130,6 +132,124 @@ def test_group_without_signal_gives_no_gradient() -> None:
     before = weights(trainer)
     assert trainer.step(1, batch, None).grad_norm == 0.0
     assert all(torch.equal(before[name], after) for name, after in weights(trainer).items())
+
+
+def settings(**grpo: object) -> Trainer:
+    return Trainer(make_decoder(), make_decoder(), make_config(grpo={"microbatch_rows": 4, **grpo}))
+
+
+def test_gradient_probe_compares_with_the_dense_gradient_and_changes_nothing() -> None:
+    """Against the anchor's replay, which is that gradient by another way."""
+    config = make_config(probe={"every": 2, "rows": 3, "gradient_every": 2})
+    trainer, silent = (
+        Trainer(make_decoder(), make_decoder(), config),
+        Trainer(make_decoder(), make_decoder(), make_config(probe={"every": 2, "rows": 3, "gradient_every": 0})),
+    )
+    dense = replay(make_decoder(), make_batch(), config)
+    signs = {name: gradient >= 0 for name, gradient in dense.gradients.items()}
+    stats = trainer.step(1, make_batch(), signs)
+    assert stats.gradient is not None
+    assert abs(stats.gradient.cosine) < 1
+    assert abs(stats.gradient.norm_ratio - stats.grad_norm / dense.grad_norm) < 1e-3 * stats.gradient.norm_ratio
+    assert stats.gradient.dense_sign_agreement == 1.0  # M is the dense gradient itself
+    assert stats.gradient.corrected_cosine > stats.gradient.cosine
+    assert stats.probe_bytes > 0
+    quiet = silent.step(1, make_batch(), signs)
+    assert quiet.gradient is None
+    assert quiet.wire == stats.wire  # the probe's bytes are counted apart
+    expected = weights(silent)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(trainer).items())
+    assert trainer.step(2, make_batch(2), None).gradient is not None
+    assert trainer.step(3, make_batch(3), None).gradient is None
+
+
+def test_compared_gradients_are_the_formulas() -> None:
+    compressed = {"a": torch.tensor([3.0, 0.0, -4.0]), "b": torch.tensor([[1.0]])}
+    dense = {"a": torch.tensor([3.0, 1.0, 4.0]), "b": torch.tensor([[2.0]])}
+    probe = compare_gradients(compressed, dense)
+    assert abs(probe.cosine - (9 - 16 + 2) / (26 * 30) ** 0.5) < 1e-9
+    assert abs(probe.norm_ratio - (26 / 30) ** 0.5) < 1e-9
+    assert probe.sign_agreement == 2 / 3
+    same = probe.views(dense, {"a": torch.tensor([True, False, True])})
+    assert abs(same.corrected_cosine - 1) < 1e-12
+    assert same.dense_sign_agreement == 2 / 3
+
+
+def test_a_probe_of_the_dense_codec_itself_is_left_out() -> None:
+    config = make_config(boundary={"codec": "dense"}, probe={"every": 1, "rows": 3, "gradient_every": 1})
+    stats = Trainer(make_decoder(), make_decoder(), config).step(1, make_batch(), None)
+    assert stats.gradient is None
+    assert stats.dense_step
+
+
+def test_dense_injection_is_the_step_of_a_dense_run() -> None:
+    """Every third step crosses dense, the others do not; the dense ones equal those of the dense codec."""
+    mixed = make_config(boundary={"codec": "prf", "ratio": 0.25, "dense_every": 3})
+    trainer = Trainer(make_decoder(), make_decoder(), mixed)
+    shares = []
+    for step in (1, 2, 3):
+        stats = trainer.step(step, make_batch(step), None)
+        shares.append(stats.wire.sent / stats.wire.dense)
+        assert stats.dense_step == (step == 3)
+    assert shares == [0.25, 0.25, 1.0]
+    dense = Trainer(make_decoder(), make_decoder(), make_config(boundary={"codec": "dense"}))
+    other = Trainer(make_decoder(), make_decoder(), mixed)
+    first, second = dense.step(3, make_batch(), None), other.step(3, make_batch(), None)
+    assert first.loss == second.loss
+    expected = weights(dense)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
+
+
+def test_minibatches_and_epochs_make_as_many_updates_of_whole_groups() -> None:
+    trainer = settings(minibatches=2, epochs=3, clip_high=0.28)
+    stats = trainer.step(1, make_batch(groups=4), None)
+    assert stats.updates == 6
+    assert stats.ratio_max_error == 0.0  # of the first update
+    steps = {int(state["step"]) for state in trainer.optimizer.state.values()}  # type: ignore[union-attr]
+    assert steps == {6}
+    plan = trainer.plan(make_batch(groups=3))
+    assert [torch.cat([m.rows for m in update]).tolist() for update in plan] == [list(range(8)), list(range(8, 12))]
+
+
+def test_an_update_that_is_not_finite_ends_the_step_and_says_what_stands() -> None:
+    trainer, batch = settings(minibatches=3), make_batch()
+    batch.rewards[9] = float("nan")  # in the third minibatch
+    stats = trainer.step(1, batch, None)
+    assert not stats.applied
+    assert stats.updates == 2
+
+
+def test_dropped_groups_do_not_dilute_the_loss() -> None:
+    """A group without signal among three: the gradient is the one of the other two alone, up to the KL-free loss."""
+    whole, kept = settings(), settings(zero_groups="drop")
+    batch = make_batch()
+    share = float(batch.response_lengths[4:].sum()) / batch.response_tokens
+    first, second = whole.step(1, batch, None), kept.step(1, make_batch(), None)
+    assert abs(first.grad_norm - share * second.grad_norm) < 1e-4 * second.grad_norm
+
+
+def test_off_policy_correction_reads_the_samplers_log_probs() -> None:
+    """Masked everywhere, there is nothing to learn; without mismatch it changes nothing."""
+    dense = {"boundary": {"codec": "dense"}}
+    off = {"kind": "icepop", "icepop_low": 1e8, "icepop_high": 1e9}
+    masked = Trainer(
+        make_decoder(), make_decoder(), make_config(grpo={"microbatch_rows": 4, "off_policy": off}, **dense)
+    ).step(1, make_batch(), None)
+    assert masked.grad_norm == 0.0
+    assert masked.off_policy_cut == 1.0
+    batch = make_batch()
+    decoder = make_decoder()
+    packed = pack(batch.tokens, batch.prompt_lengths, batch.response_lengths, torch.arange(batch.samples))
+    taken = StagedPolicy(decoder, decoder.arch.split(1), torch.float32).token_stats(packed, codec=None, step=0).logprobs
+    width = batch.logprobs.shape[1]
+    batch.logprobs[torch.arange(width)[None] < batch.response_lengths[:, None]] = taken.detach()
+    results = []
+    for kind in ("none", "tis", "sequence_mask"):
+        config = make_config(grpo={"microbatch_rows": 4, "off_policy": {"kind": kind}}, **dense)
+        results.append(Trainer(make_decoder(), make_decoder(), config).step(1, batch, None))
+    assert abs(results[1].grad_norm - results[0].grad_norm) < 1e-4
+    assert abs(results[2].grad_norm - results[0].grad_norm) < 1e-4
+    assert (results[0].off_policy_cut, results[1].off_policy_cut) == (None, 0.0)
 
 
 def test_tokens_that_the_policy_did_not_sample_are_read_but_not_trained_on() -> None:

@@ -1,0 +1,1 @@
+"""GRPO's parts: pure functions on tensors, one question a module; `objective` puts them together."""
