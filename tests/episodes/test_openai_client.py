@@ -12,7 +12,7 @@ import pytest
 from sprawl.episodes import Episode, Turn, record_turn, trajectory
 from sprawl.problems import Problem
 from sprawl.rollout.trajectories import batch_of, from_bytes, to_bytes
-from tests.rollout.processes import CONFIG, DiskRun, command, process, wait_for
+from tests.rollout.processes import DiskRun, command, process, wait_for
 from tests.rollout.support import RUN, character_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}a "
