@@ -76,6 +76,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.decoder = decoder
+        self.reference = reference
         self.optimizer = make_optimizer(decoder, config)
         self.codec: BoundaryCodec = make_codec(config.boundary, config.seed)
         self.fabric: Fabric = fabric or Alone()
