@@ -1,5 +1,5 @@
 """How long generation stands still for a swap of the 135M model in which every tensor changes: changed elements written
-in place, their layers loaded again, and vLLM's own reload of its checkpoint, in turn on one server."""
+in place, their layers loaded again, vLLM's own reload of its checkpoint, and nothing done, in turn on one server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def pause(bench: VllmBench, way: str) -> float:
 
 
 async def tokens_per_second(bench: VllmBench, prompt: int, new: int) -> float:
-    """Of eight samples at once: tokens of the prompts and of the samples."""
+    """Sampled, of eight samples at once behind `prompt` tokens."""
     params = SamplingParams(max_new_tokens=new, temperature=1.0, n=8, seeds=list(range(8)))
     began = time.monotonic()
     await bench.engine.generate([(bench.version + 11 * i) % 40_000 + 9 for i in range(prompt)], params)
@@ -85,7 +85,7 @@ def test_the_pause_of_a_swap(plain: bool, tmp_path: Path) -> None:
         await engine.close()
         assert await fresh_fingerprint(bench, bench.snapshot()) == found
         if plain:
-            assert medians["staged"] <= medians["reload"] / 5
+            assert medians["staged"] < min(medians["layers"], medians["reload"])
 
     try:
         bench.run(scenario())
