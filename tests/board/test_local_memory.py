@@ -71,4 +71,4 @@ def test_memory_of_a_first_pull_and_of_a_step(tmp_path: Path) -> None:
     peaks = json.loads(done.stdout)
     print({name: round(value / whole, 2) for name, value in peaks.items()}, f"of {whole:,} bytes; delta {delta:,}")
     assert peaks["first"] < 3.3 * whole
-    assert peaks["step"] < 1.6 * whole, "the mapped file, one tensor, and the decoded delta"
+    assert peaks["step"] < 2.0 * whole, "the mapped file, one tensor, and the decoded delta"
