@@ -10,13 +10,13 @@ each seed's random numbers, so that the tokens are those of a generation that no
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sprawl.rollout.engine import Engine, Watch
 from sprawl.rollout.rows import Row
 from sprawl.rollout.sampling import derive_seeds
+from sprawl.rollout.together import together
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, Sample, SamplingParams, VersionSpan
 
 
@@ -128,10 +128,4 @@ async def resumed(
         see = None if watch is None else lambda _, token, logprob: watch(row, token, logprob)
         return (await engine.generate([*prompt, *taken], alone, see))[0]
 
-    tasks = [asyncio.ensure_future(rest(row, taken)) for row, taken in enumerate(params.resume)]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await together(rest(row, taken) for row, taken in enumerate(params.resume))

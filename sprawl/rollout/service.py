@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sprawl.policy.tokenizer import Tokenizer
@@ -15,6 +15,7 @@ from sprawl.rollout.engine import Engine, EngineError, TellsVersion, Watch
 from sprawl.rollout.gate import Gate, Ticket
 from sprawl.rollout.reconciler import Reconciler
 from sprawl.rollout.refusals import BadRequest, Busy
+from sprawl.rollout.together import together
 from sprawl.rollout.wire import Sample, SamplingParams, ServerInfo, VersionPolicy, identity
 
 MAX_ACTIVE = 256  # requests held at once, waiting ones included; more are sent elsewhere
@@ -74,7 +75,7 @@ class Service:
         try:
             async with self.gate.admit(policy, self.max_wait_s) as ticket:
                 self.counters.waits.observe(time.monotonic() - came)
-                groups = await _together(
+                groups = await together(
                     [
                         self._sample(p, params, self._watch(ticket, see(i)) if see else None)
                         for i, p in enumerate(prompts)
@@ -211,14 +212,3 @@ class Service:
         self.counters.prompt_tokens += sum(map(len, prompts))
         self.counters.generated_tokens += sum(len(sample.token_ids) for sample in samples)
         return Answer(groups, min(versions), max(versions), ticket.run_id or self.run_id)
-
-
-async def _together(generations: Sequence[Awaitable[list[Sample]]]) -> list[list[Sample]]:
-    """Await all; when one fails, or the caller is cancelled, stop the others."""
-    tasks = [asyncio.ensure_future(generation) for generation in generations]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

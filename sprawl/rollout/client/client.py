@@ -26,6 +26,7 @@ from sprawl.rollout.client.hedging import Latencies, within_budget
 from sprawl.rollout.client.islands import REFRESH_S, Directory, Island, Life, jittered, least_loaded
 from sprawl.rollout.client.metrics import ClientMetrics
 from sprawl.rollout.client.streaming import ContinuedCall
+from sprawl.rollout.together import together
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, VersionPolicy
 
 T = TypeVar("T")
@@ -90,13 +91,7 @@ class RolloutClient:
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResponse]:
         """Answers in the order of the requests. The first group that fails for good cancels the rest."""
-        tasks = [asyncio.ensure_future(self.generate(request)) for request in requests]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await together(self.generate(request) for request in requests)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """One group from the least loaded ready island. The deadline starts when an island first could be asked or is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sprawl.rollout.engines import EngineContext, Equipment
+from sprawl.rollout.engines import CHECKPOINT, EngineContext, Equipment
 from sprawl.rollout.host_copy import DiskCopy
 from sprawl.rollout.sglang.engine import SglangEngine
 from sprawl.rollout.sglang.server import parse_arguments, require_sglang
@@ -12,7 +12,7 @@ from sprawl.rollout.vllm.server import ServerOptions
 def sglang(context: EngineContext) -> Equipment:
     """Raises SprawlError when SGLang is not installed or `arguments` are not for it."""
     require_sglang()
-    checkpoint = context.work_dir / "checkpoint"
+    checkpoint = context.work_dir / CHECKPOINT
     engine = SglangEngine.from_files(
         context.files,
         checkpoint,

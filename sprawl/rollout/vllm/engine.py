@@ -8,13 +8,12 @@ trusted, so it is replaced too; the new one is at the new version, because the d
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sprawl.policy import Architecture
 from sprawl.rollout.engine import EngineError, EngineLimits, Trouble, Watch
+from sprawl.rollout.together import together
 from sprawl.rollout.vllm.api import Wanted
 from sprawl.rollout.vllm.server import Server, ServerOptions
 from sprawl.rollout.vllm.supervisor import Supervisor, WatchdogOptions
@@ -146,7 +146,7 @@ class VllmEngine:
             host.moved()
         host.running += 1
         try:
-            samples = await _together(
+            samples = await together(
                 [
                     server.api.generate(one, partial(watch, row) if watch is not None else None)
                     for row, one in enumerate(wanted)
@@ -266,14 +266,3 @@ class VllmEngine:
 
     async def close(self) -> None:
         await self._supervisor.close()
-
-
-async def _together(generations: Sequence[Awaitable[Sample]]) -> list[Sample]:
-    """Await all; when one fails, or the caller is cancelled, end the others."""
-    tasks = [asyncio.ensure_future(generation) for generation in generations]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
