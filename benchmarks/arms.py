@@ -21,6 +21,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.command import run
 from sprawl.board.ledger import list_runs
 from sprawl.board.store import Store, open_store
 from sprawl.config import load_config
@@ -153,18 +154,5 @@ def arms(config: Path, steps: int | None, out: Path, board: str, tag: str | None
         sys.exit(1)
 
 
-def main() -> None:
-    try:
-        arms.main(standalone_mode=False)
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except SprawlError as error:
-        click.echo(f"arms: {error}", err=True)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    run(arms)

@@ -26,9 +26,9 @@ import click
 import torch
 from torch import Tensor
 
+from benchmarks.command import run
 from benchmarks.tiny import sample_batch, tiny_model
 from sprawl.config import BoundaryConfig, RunConfig, load_config
-from sprawl.errors import SprawlError
 from sprawl.policy import Architecture, Decoder
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.train import prf
@@ -286,18 +286,5 @@ def boundary(config: Path, as_json: bool, quick: bool, threads: int) -> None:
         sys.exit(1)
 
 
-def main() -> None:
-    try:
-        boundary.main(standalone_mode=False)
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except SprawlError as error:
-        click.echo(f"boundary: {error}", err=True)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    run(boundary)

@@ -14,7 +14,6 @@ given the class of the old one: its exponent, or its code where four-bit codes a
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ import click
 import numpy as np
 import torch
 
+from benchmarks.command import run
 from benchmarks.peers import PEERS
 from benchmarks.versions import Pair, adam_state, from_board, from_tiny_steps
 from sprawl.delta.bits import BITS, integer_view
@@ -291,18 +291,5 @@ def delta(quick: bool, as_json: bool, board: str | None, run_id: str | None, onl
     click.echo(json.dumps(rows) if as_json else markdown(rows))
 
 
-def main() -> None:
-    try:
-        delta.main(standalone_mode=False)
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except SprawlError as error:
-        click.echo(f"delta: {error}", err=True)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    run(delta)

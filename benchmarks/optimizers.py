@@ -31,6 +31,7 @@ import click
 import torch
 
 from benchmarks.arms import stream
+from benchmarks.command import run
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store, open_store
 from sprawl.config import RunConfig, load_config
@@ -183,18 +184,5 @@ def optimizers(config: Path, steps: int | None, lr: float | None, as_json: bool,
     click.echo(json.dumps([asdict(row) for row in rows], allow_nan=False) if as_json else table(rows))
 
 
-def main() -> None:
-    try:
-        optimizers.main(standalone_mode=False)
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except SprawlError as error:
-        click.echo(f"optimizers: {error}", err=True)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    run(optimizers)
