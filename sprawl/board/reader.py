@@ -96,7 +96,7 @@ class VersionReader:
 
     def files(self) -> dict[str, bytes]:
         """config.json, tokenizer.json ... as of the newest version. Raises BoardError when nothing is published."""
-        return self.files_of(self.require(self._require_head()))
+        return self.files_of(self.require(self.require_head()))
 
     def files_of(self, manifest: Manifest) -> dict[str, bytes]:
         """The files that go with a version: those of its keyframe. Raises BoardError when that is gone."""
@@ -329,7 +329,8 @@ class VersionReader:
             return None
         return hint if isinstance(hint, int) and hint >= 0 else None
 
-    def _require_head(self) -> int:
+    def require_head(self) -> int:
+        """As `head`. Raises BoardError when nothing is published."""
         head = self.head()
         if head is None:
             raise BoardError(f"run {self.run_id!r} on board {self.store.url} has published no version yet")

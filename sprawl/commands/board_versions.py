@@ -30,14 +30,11 @@ def pull(url: str, run_id: str, directory: str, version: int | None, trusted: st
     from sprawl.board.reader import VersionReader
     from sprawl.board.signing import trust_from
     from sprawl.board.store import open_store
-    from sprawl.errors import BoardError
 
     store = open_store(url)
     run_id = resolve_run(store, run_id) if run_id == "latest" else run_id
     reader = VersionReader(store, run_id, trust=trust_from(trusted))
-    version = reader.head() if version is None else version
-    if version is None:
-        raise BoardError(f"run {run_id!r} on board {store.url} has published no version")
+    version = reader.require_head() if version is None else version
     copy, manifest, discarded = bring(reader, directory, version)
     fetch_files(reader, copy.directory, manifest)
     if discarded is not None:
@@ -69,14 +66,11 @@ def merge(url: str, run_id: str, base: int, version: int | None, key: str | None
     from sprawl.board.reader import VersionReader
     from sprawl.board.signing import signer_from, trust_from
     from sprawl.board.store import open_store
-    from sprawl.errors import BoardError
 
     store = open_store(url)
     run_id = resolve_run(store, run_id) if run_id == "latest" else run_id
     reader = VersionReader(store, run_id, trust=trust_from(trusted))
-    version = reader.head() if version is None else version
-    if version is None:
-        raise BoardError(f"run {run_id!r} on board {store.url} has published no version")
+    version = reader.require_head() if version is None else version
     record = compose(reader, base, version, signer_from(key))
     click.echo(
         f"{run_id}: version {base} to {version} in {size(record.bytes)}, the chain has {size(record.chain_bytes)}, "

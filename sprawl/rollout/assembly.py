@@ -9,7 +9,6 @@ from pathlib import Path
 from sprawl.board.local_files import fetch_files
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import RunRecord
-from sprawl.errors import BoardError
 from sprawl.policy.tokenizer import Tokenizer
 from sprawl.rollout.engines import CHECKPOINT, EngineContext, Equipment, equip
 from sprawl.rollout.listen import IslandSettings
@@ -55,10 +54,7 @@ def assemble(settings: IslandSettings, record: RunRecord, reader: VersionReader,
 
 
 def _cached_files(reader: VersionReader, directory: Path) -> dict[str, bytes]:
-    head = reader.head()
-    if head is None:
-        raise BoardError(f"run {reader.run_id!r} on board {reader.store.url} has published no version yet")
-    return fetch_files(reader, directory, reader.require(head))
+    return fetch_files(reader, directory, reader.require(reader.require_head()))
 
 
 def _is_remote(board: str) -> bool:
