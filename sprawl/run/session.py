@@ -22,7 +22,7 @@ from sprawl.anchor.forecast import checkpoints_for, fire_due
 from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import EvaluationRecord, EventRecord, RunRecord, StepRecord
-from sprawl.board.signing import environment_keys
+from sprawl.board.signing import Signer, Trust, environment_keys
 from sprawl.board.store import Store, open_store
 from sprawl.board.verify import verify_board
 from sprawl.config import RunConfig, parse_config
@@ -57,7 +57,17 @@ class RunSession:
     """Opened by `open`, brought to life by `prepare`, always ended by `close`."""
 
     def __init__(
-        self, config: RunConfig, store: Store, board: str, run_id: str, *, resumed: bool, log_dir: Path, fleet: Fleet
+        self,
+        config: RunConfig,
+        store: Store,
+        board: str,
+        run_id: str,
+        *,
+        resumed: bool,
+        log_dir: Path,
+        fleet: Fleet,
+        signer: Signer | None,
+        trust: Trust | None,
     ) -> None:
         self.config = config
         self.store = store
@@ -66,8 +76,8 @@ class RunSession:
         self.resumed = resumed
         self.log_dir = log_dir
         self.ledger = Ledger(store, run_id)
-        self.signer, self.trust = environment_keys()
-        self.reader = VersionReader(store, run_id, trust=self.trust)
+        self.signer, self.trust = signer, trust
+        self.reader = VersionReader(store, run_id, trust=trust)
         self.crew = Crew(fleet, self.ledger, log_dir, self._event)
         self.head_step = 0
         self.epoch = 0
@@ -90,7 +100,7 @@ class RunSession:
 
         Raises SprawlError: missing board or run, wrong config, a base model that cannot be had, keys that do not fit.
         """
-        environment_keys()
+        signer, trust = environment_keys()
         if options.resume is not None:
             store = open_store(options.board)
             run_id = resolve_run(store, options.resume)
@@ -120,6 +130,8 @@ class RunSession:
             resumed=options.resume is not None,
             log_dir=log_dir,
             fleet=open_fleet(options.fleet, context),
+            signer=signer,
+            trust=trust,
         )
 
     def prepare(self) -> StartReceipt:
