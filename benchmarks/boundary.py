@@ -32,8 +32,7 @@ from sprawl.config import BoundaryConfig, RunConfig, load_config
 from sprawl.policy import Architecture, Decoder
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.train import prf
-from sprawl.train.boundary import BoundaryCodec, PrfCodec, SubspaceCodec, TokenIds, WireCounter, make_codec
-from sprawl.train.codecs import BasisObserver
+from sprawl.train.codecs import BasisObserver, BoundaryCodec, PrfCodec, SubspaceCodec, TokenIds, WireCounter, make_codec
 from sprawl.train.losses.objective import make_targets, microbatch_loss
 from sprawl.train.pipeline import Packed, StagedPolicy, pack
 from sprawl.train.probe import compare_gradients, take_gradients

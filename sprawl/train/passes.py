@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from sprawl.train.boundary import BoundaryCodec, WireCounter
+from sprawl.train.codecs import BoundaryCodec, WireCounter
 from sprawl.train.pipeline import Packed, StagedPolicy, TokenStats
 
 Which = Literal["policy", "reference"]

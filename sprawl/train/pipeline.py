@@ -14,7 +14,7 @@ from torch import Tensor
 from sprawl.policy import Decoder
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.train import grpo
-from sprawl.train.boundary import BoundaryCodec, TokenIds, WireCounter, cross
+from sprawl.train.codecs import BoundaryCodec, TokenIds, WireCounter, cross
 
 
 @dataclass(frozen=True)

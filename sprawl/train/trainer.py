@@ -18,7 +18,7 @@ from sprawl.policy import Decoder
 from sprawl.policy.stage import parameter_names
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.train import grpo
-from sprawl.train.boundary import BoundaryCodec, DenseCodec, SubspaceCodec, WireCounter, make_codec
+from sprawl.train.codecs import BoundaryCodec, DenseCodec, SubspaceCodec, WireCounter, make_codec
 from sprawl.train.correction import Agreement, correct_gradient
 from sprawl.train.losses.objective import Targets, make_targets, microbatch_loss
 from sprawl.train.optimizer import RunOptimizer, build_optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sprawl.train.boundary import DenseCodec, PrfCodec, TokenIds, WireCounter, cross
+from sprawl.train.codecs import DenseCodec, PrfCodec, TokenIds, WireCounter, cross
 from sprawl.train.pipeline import StagedPolicy, pack
 from tests.train.helpers import make_batch, make_decoder
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from benchmarks import boundary
 from benchmarks.boundary import CodecQuality, MaskCost, StepShare
 from sprawl.config import load_config
-from sprawl.train.boundary import PrfCodec
+from sprawl.train.codecs import PrfCodec
 from sprawl.train.pipeline import StagedPolicy, pack
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"

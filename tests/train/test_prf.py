@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sprawl.train import prf
-from sprawl.train.boundary import PrfCodec, TokenIds
+from sprawl.train.codecs import PrfCodec, TokenIds
 
 
 def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from sprawl.anchor.replay import replay
 from sprawl.train import grpo
-from sprawl.train.boundary import PrfCodec
+from sprawl.train.codecs import PrfCodec
 from sprawl.train.correction import correct_gradients
 from sprawl.train.pipeline import StagedPolicy, pack, pack_rows
 from sprawl.train.probe import compare_gradients

@@ -17,7 +17,7 @@ from sprawl.config import PolicyConfig
 from sprawl.errors import ConfigError
 from sprawl.policy.architecture import Architecture
 from sprawl.policy.stage import TIED, StagePlace
-from sprawl.train.boundary import BoundaryCodec
+from sprawl.train.codecs import BoundaryCodec
 
 
 class Mesh:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from sprawl.train.boundary import BoundaryCodec, PrfCodec, QuantizedPrfCodec, SubspaceCodec, TokenIds
+from sprawl.train.codecs import BoundaryCodec, PrfCodec, QuantizedPrfCodec, SubspaceCodec, TokenIds
 
 SIGMAS = 5.5
 """Two-sided 4e-8: times the some thousand comparisons of the largest test still below 1e-3, and seeds are fixed."""

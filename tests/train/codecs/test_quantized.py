@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import open_store
 from sprawl.errors import ConfigError, IntegrityError
-from sprawl.train.boundary import DenseCodec, PrfCodec, QuantizedPrfCodec, WireCounter, cross
 from sprawl.train.checkpoint import delete_checkpoint, read_blob, restore, save_checkpoint
-from sprawl.train.codecs import rounding
+from sprawl.train.codecs import DenseCodec, PrfCodec, QuantizedPrfCodec, WireCounter, cross, rounding
 from sprawl.train.trainer import Trainer
 from tests.train.codecs.support import token_ids
 from tests.train.helpers import make_batch, make_config, make_decoder

@@ -12,8 +12,7 @@ from sprawl.anchor.service import read_bases
 from sprawl.board import keys
 from sprawl.board.store import MemoryStore
 from sprawl.errors import IntegrityError
-from sprawl.train.boundary import SubspaceCodec, WireCounter, cross
-from sprawl.train.codecs import BasisObserver
+from sprawl.train.codecs import BasisObserver, SubspaceCodec, WireCounter, cross
 from sprawl.train.codecs.subspace import initial_basis
 from sprawl.train.trainer import Trainer
 from tests.report.plausible import make_fire
