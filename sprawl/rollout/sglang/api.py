@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 import httpx
 
 from sprawl.rollout.engine import EngineError
-from sprawl.rollout.vllm.api import Api, Chunks, Wanted, span_of, words_of
+from sprawl.rollout.vllm.api import Api, Chunks, Wanted, events_of, span_of, words_of
 from sprawl.rollout.wire import Sample
 
 _FOREVER = httpx.Timeout(10.0, read=None, pool=None)  # a paused request is silent for as long as the pause lasts
@@ -122,23 +121,7 @@ class SglangApi(Api):
         return heard.sample()
 
     async def _events(self, wanted: Wanted, rid: str, watch: Callable[[int, float], bool]) -> Sample:
-        """Which version made a token is said at the end, so a row that the watch ends is aborted and heard out."""
-        heard = Heard()
-        cut: int | None = None
-        async with (
-            self._spoken(),
-            self._client.stream("POST", "/generate", json=body_of(wanted, rid, stream=True)) as answer,
-        ):
-            if answer.status_code != 200:
-                await answer.aread()
-                raise EngineError(f"SGLang answered {answer.status_code}: {words_of(answer)}")
-            async for event in _events_of(answer.aiter_lines()):
-                seen = len(heard.token_ids)
-                for number, (token, logprob) in enumerate(heard.add(event), seen + 1):
-                    if cut is None and watch(token, logprob):
-                        cut = number
-                        await self._abort(rid)
-        return heard.sample(cut)
+        return await self._hear_out("/generate", body_of(wanted, rid, stream=True), rid, Heard(), _answers, watch)
 
     async def _abort(self, name: str) -> None:
         """Nothing happens when the request has ended meanwhile."""
@@ -149,12 +132,8 @@ class SglangApi(Api):
             await self._abort(rid)
 
 
-async def _events_of(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
-    async for line in lines:
-        data = line.removeprefix("data: ")
-        if data == line or data == "[DONE]":
-            continue
-        event = json.loads(data)
+async def _answers(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+    async for event in events_of(lines):
         if "error" in event:
             raise EngineError(f"SGLang broke the request off: {event['error'].get('message', event['error'])}")
         yield event

@@ -159,23 +159,33 @@ class Api:
         return chunks.sample()
 
     async def _stream(self, wanted: Wanted, watch: Callable[[int, float], bool]) -> Sample:
-        """Which version made a token is said at the end, so a row that the watch ends is aborted and heard out."""
-        chunks, name = Chunks(), _name()
+        name = _name()
+        body = wanted.body(name, stream=True)
+        return await self._hear_out("/inference/v1/generate", body, name, Chunks(), _choices, watch)
+
+    async def _hear_out(
+        self,
+        route: str,
+        body: dict[str, Any],
+        name: str,
+        heard: Chunks,
+        pieces: Callable[[AsyncIterator[str]], AsyncIterator[dict[str, Any]]],
+        watch: Callable[[int, float], bool],
+    ) -> Sample:
+        """A streamed sample; `pieces` makes what `heard` takes out of the lines. Which version made a token is said at
+        the end, so a row that the watch ends is aborted (by `name`) and heard out."""
         cut: int | None = None
-        async with (
-            self._spoken(),
-            self._client.stream("POST", "/inference/v1/generate", json=wanted.body(name, stream=True)) as answer,
-        ):
+        async with self._spoken(), self._client.stream("POST", route, json=body) as answer:
             if answer.status_code != 200:
                 await answer.aread()
                 raise EngineError(f"{self.product} answered {answer.status_code}: {words_of(answer)}")
-            async for choice in _choices(answer.aiter_lines()):
-                seen = len(chunks.token_ids)
-                for number, (token, logprob) in enumerate(chunks.add(choice), seen + 1):
+            async for piece in pieces(answer.aiter_lines()):
+                seen = len(heard.token_ids)
+                for number, (token, logprob) in enumerate(heard.add(piece), seen + 1):
                     if cut is None and watch(token, logprob):
                         cut = number
                         await self._abort(name)
-        return chunks.sample(cut)
+        return heard.sample(cut)
 
     @asynccontextmanager
     async def _spoken(self) -> AsyncIterator[None]:
@@ -189,12 +199,16 @@ class Api:
         await self.command("/inference/v1/abort_requests", 30.0, {"request_ids": [f"generate-tokens-{name}"]})
 
 
-async def _choices(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+async def events_of(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of server-sent events."""
     async for line in lines:
         data = line.removeprefix("data: ")
-        if data == line or data == "[DONE]":
-            continue
-        event = json.loads(data)
+        if data != line and data != "[DONE]":
+            yield json.loads(data)
+
+
+async def _choices(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+    async for event in events_of(lines):
         if "error" in event:
             raise EngineError(f"vLLM broke the request off: {event['error']}")
         for choice in event.get("choices", []):
