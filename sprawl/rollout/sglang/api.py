@@ -86,9 +86,11 @@ class SglangApi(Api):
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        for task in self._aborts:
+        aborts = list(self._aborts)
+        for task in aborts:
             task.cancel()
         await super().close()
+        await asyncio.gather(*aborts, return_exceptions=True)
 
     async def ask(self, route: str, timeout_s: float) -> dict[str, Any]:
         """The answer of a GET. Raises EngineError."""
@@ -106,9 +108,10 @@ class SglangApi(Api):
         try:
             return await (self._whole(wanted, rid) if watch is None else self._events(wanted, rid, watch))
         except (asyncio.CancelledError, EngineError):
-            task = asyncio.ensure_future(self._forget(rid))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+            if not self._client.is_closed:  # else the server ends too
+                task = asyncio.ensure_future(self._forget(rid))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
             raise
 
     async def _whole(self, wanted: Wanted, rid: str) -> Sample:

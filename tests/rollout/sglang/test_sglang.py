@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -86,6 +88,27 @@ def test_an_update_that_fails_is_made_good_by_a_new_server(bench: SglangBench, m
         assert bench.engine.commits[-1].restarted
 
     bench.run(scenario())
+
+
+def test_closing_over_an_open_request_leaves_no_failure_behind(tmp_path: Path) -> None:
+    """What would only be said when the garbage is collected, in the middle of somebody else's work."""
+    bench, said = SglangBench(tmp_path), []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+        await bench.engine.load(bench.served)
+        running = asyncio.ensure_future(bench.engine.generate(bench.prompt, SamplingParams(n=4, max_new_tokens=5000)))
+        await until(lambda: bench.engine.info()["running_groups"] == 1)
+        await bench.engine.close()
+        with pytest.raises(EngineError):
+            await running
+        del running
+        for _ in range(3):
+            await asyncio.sleep(0)
+            gc.collect()
+
+    bench.run(scenario())
+    assert said == []
 
 
 def test_a_server_that_dies_is_replaced(tmp_path: Path) -> None:
