@@ -178,6 +178,11 @@ class CheckpointConfig(Section):
     every: Positive = Field(
         10, description="Master weights and optimizer state every n steps; steps between are replayed."
     )
+    whole_every: Positive = Field(
+        8,
+        description="Master weights whole every n-th time (of the checkpoints that the anchor reads), as lossless "
+        "deltas between; 1: always.",
+    )
     keep: Positive = Field(
         4, description="Checkpoints kept for resume (the anchor's are kept as long as it needs them)."
     )
