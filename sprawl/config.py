@@ -241,6 +241,11 @@ class RunConfig(Section):
                         f"anchor.{field}={getattr(self.anchor, field)} must be a multiple of "
                         f"checkpoint.every={self.checkpoint.every}: the anchor reads checkpoints"
                     )
+            if self.anchor.replay == "matching" and self.anchor.lag <= self.rollout.max_staleness:
+                raise ValueError(
+                    f"anchor.replay=matching needs anchor.lag={self.anchor.lag} above rollout.max_staleness="
+                    f"{self.rollout.max_staleness} (what the held weights sampled must be there when the fire is due)"
+                )
         if self.policy.split is not None and len(self.policy.split) != self.policy.stages:
             raise ValueError(
                 f"policy.split has {len(self.policy.split)} entries but policy.stages={self.policy.stages}"

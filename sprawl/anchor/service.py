@@ -56,8 +56,8 @@ class _Replayed:
 class AnchorService:
     """One run's anchor. Not thread-safe; one process owns it (a second one repeats the same fires harmlessly)."""
 
-    def __init__(self, board: str, run_id: str) -> None:
-        self.store: Store = open_store(board)
+    def __init__(self, board: str | Store, run_id: str) -> None:
+        self.store: Store = open_store(board) if isinstance(board, str) else board
         self.ledger = Ledger(self.store, run_id)
         self.run_id = run_id
         record = self.ledger.run()
