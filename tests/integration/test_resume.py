@@ -16,6 +16,8 @@ from sprawl.board.ledger import Ledger
 from sprawl.board.reader import VersionReader
 from sprawl.board.store import open_store
 from sprawl.board.verify import verify_board
+from sprawl.delta.state import tensor_digests
+from sprawl.train.checkpoint import read_blob
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -92,6 +94,13 @@ def test_killed_run_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path, co
     assert verify_board(store, "killed").problems == []
     assert sum(event.kind == "resume" for event in ledger.events()) == 2
     assert not [event.message for event in ledger.events() if event.kind == "violation"]
+    ages = [(record.sign_age, record.sign_weights_age) for record in ledger.steps()]
+    assert ages == [*[(None, None)] * 4, *((age, age + 4) for _ in range(2) for age in range(1, 5))]
+    last = ledger.checkpoint(STEPS)
+    assert last is not None
+    assert [about.base for about in last.masters.values()] == [8]  # a delta, written after two resumes
+    masters = [read_blob(store, Ledger(store, run), STEPS, "masters") for run in ("calm", "killed")]
+    assert tensor_digests(masters[0]) == tensor_digests(masters[1])
     rewards = [[record.reward for record in Ledger(store, run).steps()] for run in ("calm", "killed")]
     assert rewards[0] == rewards[1]
 
