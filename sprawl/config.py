@@ -70,6 +70,11 @@ class PolicyConfig(Section):
         description="multi: a process a stage, only boundary payloads cross between them; single: one process.",
     )
     replicas: Positive = Field(1, description="Copies of the pipeline that share a step's microbatches; needs multi.")
+    liveness_s: Annotated[float, Field(gt=0)] = Field(
+        120.0,
+        description="Seconds without a sign of life after which a process of a multi-process trainer is lost and the "
+        "run ends; how long a step takes does not matter.",
+    )
 
     @property
     def processes(self) -> int:
