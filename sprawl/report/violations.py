@@ -86,6 +86,15 @@ def _staleness_bounded(data: RunData) -> Found:
     return [f"rollouts more than max_staleness={limit} versions old at steps {_numbers(over)}"] if over else []
 
 
+def _trained_once(data: RunData) -> Found:
+    feeds = [record.feed for record in data.steps if record.feed is not None]
+    if not feeds:
+        return None
+    counts = Counter(number for feed in feeds for number in feed.prompts)
+    repeated = sorted(number for number, count in counts.items() if count > 1)
+    return [f"groups trained more than once, by the numbers of their prompts: {_numbers(repeated)}"] if repeated else []
+
+
 def _fires_counted(data: RunData, finished: bool) -> Found:
     if not data.setting("anchor.enabled", False):
         return [f"{len(data.fires)} anchor fires although anchor.enabled is false"] if data.fires else None
@@ -185,6 +194,7 @@ def run_checks(data: RunData, finished: bool | None = None) -> list[CheckResult]
         Check("applied", "no step was refused for a non-finite gradient", _steps_applied),
         Check("ratio", f"|PPO ratio - 1| <= {RATIO_TOLERANCE:g} on the first inner epoch", _ratio_is_one),
         Check("staleness", "no rollout is older than rollout.max_staleness versions", _staleness_bounded),
+        Check("stream", "a group of the stream is trained once", _trained_once),
         Check("fires", "fires = floor(steps / c)", lambda data: _fires_counted(data, done)),
         Check("anchor lag", "the anchor never sees weights newer than t-K", _anchor_lag),
         Check("anchor optimizer", "the anchor never steps an optimizer", _anchor_never_steps),
