@@ -70,6 +70,11 @@ class PolicyConfig(Section):
         description="multi: a process a stage, only boundary payloads cross between them; single: one process.",
     )
     replicas: Positive = Field(1, description="Copies of the pipeline that share a step's microbatches; needs multi.")
+    liveness_s: Annotated[float, Field(gt=0)] = Field(
+        120.0,
+        description="Seconds without a sign of life after which a process of a multi-process trainer is lost and the "
+        "run ends; how long a step takes does not matter.",
+    )
 
     @property
     def processes(self) -> int:
@@ -104,6 +109,16 @@ class RolloutConfig(Section):
     follow: Literal["demand", "eager"] = Field(
         "eager", description="demand: an island advances when a request needs it; eager: as soon as it can."
     )
+    feed: Literal["steps", "stream"] = Field(
+        "steps",
+        description="steps: every step's prompts are asked for together and waited for; stream: prompts are asked for "
+        "all the time, and a step trains on the groups that are finished first and not too old.",
+    )
+    in_flight: Positive | None = Field(
+        None,
+        description="Groups of a stream asked for and not yet trained or given up, at most; "
+        "default: prompts * (1 + max_staleness).",
+    )
     timeout_s: Annotated[float, Field(gt=0)] = Field(120.0, description="Deadline of one group, retries included.")
     episodes: Literal["tokens", "chat"] = Field(
         "tokens",
@@ -115,6 +130,23 @@ class RolloutConfig(Section):
     hedge: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         0.95, description="Percentile of recent durations after which a group is asked for twice; null: never."
     )
+
+    @property
+    def groups_in_flight(self) -> int:
+        """The bound of a stream, in groups."""
+        return self.in_flight or self.prompts * (1 + self.max_staleness)
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutConfig:
+        if self.feed == "steps" and self.in_flight is not None:
+            raise ValueError(f"in_flight={self.in_flight} needs feed: stream")
+        if self.groups_in_flight < self.prompts:
+            raise ValueError(f"in_flight={self.in_flight} is below prompts={self.prompts}: no batch would get full")
+        if self.feed == "stream" and self.follow == "demand":
+            raise ValueError(
+                "feed=stream needs follow: eager (islands that wait to be asked always sample the stalest)"
+            )
+        return self
 
 
 class MuonConfig(Section):
@@ -249,6 +281,11 @@ class RunConfig(Section):
         if self.policy.split is not None and len(self.policy.split) != self.policy.stages:
             raise ValueError(
                 f"policy.split has {len(self.policy.split)} entries but policy.stages={self.policy.stages}"
+            )
+        if self.deterministic and self.rollout.feed == "stream":
+            raise ValueError(
+                "rollout.feed=stream needs deterministic: false (which groups a step trains on depends on the time "
+                "they take)"
             )
         if self.deterministic and self.rollout.follow == "eager":
             raise ValueError("rollout.follow=eager needs deterministic: false (exact versions would be overtaken)")

@@ -71,6 +71,20 @@ class GradientViews(BaseModel):
     )
 
 
+class StepFeed(BaseModel):
+    """The stream of groups when the step's batch was taken from it (`rollout.feed: stream`)."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    prompts: list[int] = Field(description="Number of the prompt of each group; a number is trained once.")
+    discarded: int = Field(description="Groups given up since the step before: a token of theirs was too old.")
+    failed: int = Field(description="Requests that ended without a group since then; each is repeated.")
+    in_flight: int = Field(description="Groups being sampled.")
+    ready: int = Field(description="Groups finished and left for later steps.")
+    queue_seconds: float = Field(description="How long the batch's groups had been finished, mean.")
+    queue_seconds_max: float = Field(description="The same, longest.")
+
+
 class StepRecord(Record):
     """metrics/steps/<step>: one optimizer step. `step` counts from 1; step t turns version t-1 into version t."""
 
@@ -106,8 +120,11 @@ class StepRecord(Record):
     truncated_share: float | None = Field(None, description="Share of samples that ended at the token limit.")
     groups_sampled: int | None = Field(None, description="Groups sampled for the batch; None without dynamic sampling.")
     reward_sampled: float | None = Field(None, description="Mean score over all of those; `reward` is the batch's.")
-    staleness: float = Field(description="Mean of (step - 1 - version that sampled).")
+    staleness: float = Field(
+        description="Mean over groups of (step - 1 - version that sampled the group's oldest token), in versions."
+    )
     staleness_max: int
+    feed: StepFeed | None = Field(None, description="None where rollouts are sampled step by step.")
     boundary: Wire = Field(description="Activations and gradients over all stage boundaries.")
     boundary_padding: int = Field(0, description="Bytes of `boundary.sent` that stand for no token.")
     probe_bytes: int = Field(0, description="What this step's probes send over the boundaries; not in `boundary`.")

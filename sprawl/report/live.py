@@ -9,6 +9,7 @@ from typing import Any
 from sprawl.board.records import EvaluationRecord, FireRecord, RunRecord, StepRecord
 from sprawl.report.data import RunData
 from sprawl.report.plots import overview
+from sprawl.report.stream import stream_rows
 from sprawl.report.style import figure_bytes
 from sprawl.report.text import duration, number, percent
 
@@ -53,6 +54,7 @@ def key_number_table(summary: Mapping[str, Any]) -> list[str]:
         ("boundary bytes / dense", percent(summary["boundary_bytes_ratio"])),
         ("version bytes / whole", percent(summary["delta_bytes_ratio"])),
         ("anchor fires", str(summary["fires"])),
+        *stream_rows(summary),
         ("islands", str(summary["islands"])),
         ("time a step", duration(summary["seconds_per_step"])),
         ("violations", str(len(summary["violations"]))),

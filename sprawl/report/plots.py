@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sprawl.report.data import RunData
 from sprawl.report.learning import draw_entropy, draw_grad_norm, draw_kl, draw_mismatch, draw_reward, draw_sign
+from sprawl.report.stream import draw_stream, streamed
 from sprawl.report.style import new_figure, set_title
 from sprawl.report.traffic import (
     WIRES,
@@ -95,6 +96,13 @@ FIGURES = (
         draw_seconds,
     ),
     FigureSpec("staleness", "Healthy: never above the limit.", draw_staleness),
+    FigureSpec(
+        "stream",
+        "Healthy: few groups grow too old, and those that are trained waited briefly. Many too old: lower "
+        "rollout.in_flight or raise rollout.max_staleness. Nothing ready: the trainer waits for the islands.",
+        draw_stream,
+        streamed,
+    ),
 )
 
 _OVERVIEW = (draw_reward, draw_mismatch, draw_entropy, draw_grad_norm, draw_wires, draw_seconds)

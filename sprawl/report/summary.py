@@ -16,6 +16,7 @@ from sprawl.board.records import (
 )
 from sprawl.report.data import RunData
 from sprawl.report.numbers import first_mean, last_mean, line_fit, mean, median, ratio
+from sprawl.report.stream import idle_seconds, stream_numbers
 from sprawl.report.violations import run_checks
 
 _ESSENTIALS = (
@@ -28,6 +29,7 @@ _ESSENTIALS = (
     "rollout.prompts",
     "rollout.samples",
     "rollout.max_staleness",
+    "rollout.feed",
     "boundary.codec",
     "boundary.ratio",
     "boundary.bits",
@@ -126,6 +128,9 @@ def summarise_data(data: RunData, *, finished: bool | None = None) -> dict[str, 
         "versions_verified": _versions_verified(data),
         "staleness_mean": mean(record.staleness for record in steps),
         "staleness_max": max((record.staleness_max for record in steps), default=None),
+        "stream": stream_numbers(data),
+        "trainer_idle_seconds": idle_seconds(data),
+        "trainer_idle_share": ratio(idle_seconds(data), sum(record.seconds.get("total", 0.0) for record in steps)),
         "islands": len(data.island_ids()),
         "seconds_per_step": median(record.seconds.get("total") for record in steps),
         "training_seconds": sum(record.seconds.get("total", 0.0) for record in steps),

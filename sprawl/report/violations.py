@@ -79,6 +79,15 @@ def _staleness_bounded(data: RunData) -> Found:
     return [f"rollouts more than max_staleness={limit} versions old at steps {numbers(over)}"] if over else []
 
 
+def _trained_once(data: RunData) -> Found:
+    feeds = [record.feed for record in data.steps if record.feed is not None]
+    if not feeds:
+        return None
+    counts = Counter(number for feed in feeds for number in feed.prompts)
+    repeated = sorted(number for number, count in counts.items() if count > 1)
+    return [f"groups trained more than once, by the numbers of their prompts: {numbers(repeated)}"] if repeated else []
+
+
 def _islands_verified(data: RunData) -> Found:
     """Final reports (island_report events carry the island's last record) and live heartbeats."""
     reports: list[tuple[str, Mapping[str, Any]]] = [
@@ -127,6 +136,7 @@ def run_checks(data: RunData, finished: bool | None = None) -> list[CheckResult]
         Check("applied", "no step was refused for a non-finite gradient", _steps_applied),
         Check("ratio", f"|PPO ratio - 1| <= {RATIO_TOLERANCE:g} on the first inner epoch", _ratio_is_one),
         Check("staleness", "no rollout is older than rollout.max_staleness versions", _staleness_bounded),
+        Check("stream", "a group of the stream is trained once", _trained_once),
         Check("fires", "scheduled fires = floor(steps / c)", lambda data: fires_counted(data, done)),
         Check("anchor lag", "the anchor never sees weights newer than t-K", anchor_lag),
         Check(

@@ -20,6 +20,7 @@ from torch import Tensor
 from sprawl.board import keys
 from sprawl.board.store import Store
 from sprawl.errors import IntegrityError
+from sprawl.rollout.feed import FeedState
 
 FORMAT = "sprawl-rollouts-2"
 OLD_FORMAT = "sprawl-rollouts-1"  # read, no longer written: without masks, spans, finish reasons, turns and experts
@@ -76,6 +77,7 @@ class RolloutBatch:
     version_start, version_end: [N] int32, versions that sampled the first and the last token.
     islands: which island answered each group last, in order of appearance.
     draws: what was sampled for this step, groups left out by dynamic sampling included; None where none were.
+    feed: where the stream stood that the batch was taken from; None where rollouts are sampled step by step.
 
     loss_mask: [N, R] bool, True where the policy sampled the token; None: all of the response.
     spans: [S, 5] int32, (row, start, end, version, island), response positions, in row order; island is an index into
@@ -103,6 +105,7 @@ class RolloutBatch:
     expert_lengths: Tensor | None = None
     island_names: tuple[str, ...] = ()
     draws: Sampled | None = None
+    feed: FeedState | None = None
 
     @property
     def samples(self) -> int:
@@ -128,6 +131,15 @@ class RolloutBatch:
     def response_tokens(self) -> int:
         """Tokens that the policy sampled, the whole batch."""
         return int(self.sampled_lengths.sum())
+
+    @property
+    def oldest_versions(self) -> Tensor:
+        """[G] int32: the lowest version that sampled a token of each group, in order of appearance."""
+        oldest = self.version_start.clone()
+        if self.spans is not None:  # a continuation elsewhere may go back to an older version than it began with
+            oldest.scatter_reduce_(0, self.spans[:, 0].long(), self.spans[:, 3], "amin")
+        _, place, counts = torch.unique_consecutive(self.groups, return_inverse=True, return_counts=True)
+        return oldest.new_zeros(len(counts)).scatter_reduce(0, place, oldest, "amin", include_self=False)
 
     def flat_logprobs(self, rows: Tensor) -> Tensor:
         """Sampler log-probs of the sampled tokens of `rows`, in sample order, [m]."""
@@ -241,6 +253,8 @@ def to_bytes(batch: RolloutBatch) -> bytes:
     }
     if batch.draws is not None:
         metadata["draws"] = asdict(batch.draws)
+    if batch.feed is not None:
+        metadata["feed"] = asdict(batch.feed)
     tensors = {name: getattr(batch, name) for name in REQUIRED + OPTIONAL}
     return save(
         {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None},
@@ -262,6 +276,7 @@ def from_bytes(data: bytes, source: str) -> RolloutBatch:
             parts |= {name: tensors.get(name) for name in OPTIONAL}
             parts["island_names"] = tuple(metadata["island_names"])
             parts["draws"] = Sampled(**metadata["draws"]) if "draws" in metadata else None
+            parts["feed"] = FeedState.parse(metadata["feed"]) if "feed" in metadata else None
         batch = RolloutBatch(step=metadata["step"], islands=tuple(metadata["islands"]), **parts)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise IntegrityError(f"{source}: damaged rollouts: {error}") from error

@@ -1,6 +1,7 @@
 """Collects the rollouts of a step: problems to requests, responses to a scored batch, the batch to the board.
 
 Runs ahead of the trainer: `request(step)` starts sampling in the background, `wait(step)` returns the durable batch.
+`sprawl.run.stream` is the collector whose groups belong to no step until a step takes them.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ from sprawl.board import keys
 from sprawl.board.records import IslandRecord
 from sprawl.board.store import MissingKey, Store
 from sprawl.config import RunConfig
-from sprawl.episodes import Episode, EpisodeRunner, trajectory
 from sprawl.policy import Tokenizer
-from sprawl.problems import Problem, ProblemSet, ToolProblemSet, response_text
+from sprawl.problems import ProblemSet
 from sprawl.rollout.client import RolloutClient
-from sprawl.rollout.trajectories import (
-    RolloutBatch,
-    Sampled,
-    Span,
-    Trajectory,
-    batch_of,
-    expert_tensor,
-    load_batch,
-    to_bytes,
-)
-from sprawl.rollout.wire import GenerateRequest, GenerateResponse, SamplingParams, VersionPolicy
+from sprawl.rollout.trajectories import RolloutBatch, Sampled, load_batch, to_bytes
+from sprawl.rollout.wire import VersionPolicy
+from sprawl.run.groups import Group, GroupSampler, episode_batch, join, make_batch
 from sprawl.train.losses.selection import plan_refill
 from sprawl.train.prf import derive_key
+
+__all__ = [
+    "Collected",
+    "Collector",
+    "episode_batch",
+    "make_batch",
+    "prompt_numbers",
+    "sample_seed",
+    "version_policy",
+]
 
 T = TypeVar("T")
 
@@ -66,72 +68,11 @@ def prompt_numbers(config: RunConfig, step: int, round_: int) -> range:
     return range(first, first + prompts)
 
 
-def make_batch(
-    step: int,
-    problems: list[Problem],
-    requests: list[GenerateRequest],
-    responses: list[GenerateResponse],
-    scores: list[list[float]],
-) -> RolloutBatch:
-    """Responses and scores, a group each, as padded tensors."""
-    groups = zip(problems, requests, responses, scores, strict=True)
-    return _join(step, [_response_group(*group) for group in groups])
-
-
-def episode_batch(step: int, groups: list[list[Episode]]) -> RolloutBatch:
-    """Episodes, a group each, as padded tensors. Raises SprawlError as `sprawl.episodes.trajectory` does."""
-    return _join(step, [_episode_group(group) for group in groups])
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The scored samples of one prompt, and the island that answered last."""
-
-    rows: list[Trajectory]
-    island: str
-
-    @property
-    def informative(self) -> bool:
-        """Whether its samples scored differently."""
-        return len({row.reward for row in self.rows}) > 1
-
-
-def _response_group(
-    problem: Problem, request: GenerateRequest, response: GenerateResponse, scores: list[float]
-) -> _Group:
-    rows = [
-        Trajectory(
-            prompt=request.input_ids or [],
-            response=sample.token_ids,
-            logprobs=sample.logprobs,
-            mask=[True] * len(sample.token_ids),
-            spans=[
-                Span(span.version, span.start, span.end, span.island_id or response.island_id) for span in sample.spans
-            ],
-            reward=score,
-            group=problem.index,
-            seed=seed,
-            finish="unknown" if sample.finish_reason == "abort" else sample.finish_reason,
-            experts=None if sample.routed_experts is None else expert_tensor(sample.routed_experts),
-        )
-        for sample, score, seed in zip(response.samples, scores, request.sampling_params.seeds or [], strict=True)
-    ]
-    return _Group(rows, response.island_id)
-
-
-def _episode_group(group: list[Episode]) -> _Group:
-    return _Group([trajectory(episode, group=episode.problem.index) for episode in group], group[-1].islands[-1])
-
-
-def _join(step: int, groups: list[_Group]) -> RolloutBatch:
-    return batch_of(step, [row for group in groups for row in group.rows], [group.island for group in groups])
-
-
 @dataclass(frozen=True)
 class Collected:
     batch: RolloutBatch
     reused: bool  # it was on the board already
-    seconds: float  # from request to durable
+    seconds: float  # from request to durable; of a stream, the longest that a group of the batch was sampled for
 
 
 class Collector:
@@ -150,15 +91,14 @@ class Collector:
         self.config = config
         self.store = store
         self.run_id = run_id
-        self.tokenizer = tokenizer
         self.problems = problems
-        self.stop_ids = stop_ids
         self._discover = discover
         self._pending: dict[int, Future[Collected]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
         self._thread.start()
         self.client: RolloutClient = self.run(self._open_client())
+        self.sampler = GroupSampler(self.client, config.rollout, tokenizer, problems, stop_ids)
 
     async def _open_client(self) -> RolloutClient:
         rollout = self.config.rollout
@@ -189,13 +129,19 @@ class Collector:
             self._pending.pop(step, None)
             raise
 
+    def run_ahead(self, step: int) -> None:
+        """`step` is about to be trained: start sampling what may be sampled meanwhile. It may be stale by up to
+        max_staleness versions, never more."""
+        for ahead in range(step + 1, min(step + self.config.rollout.max_staleness, self.config.steps) + 1):
+            self.request(ahead)
+
     def settle(self) -> None:
-        """Wait until nothing is being sampled, so that islands may move on."""
+        """Wait until nothing is being sampled that holds islands back, so that they may move on."""
         for future in list(self._pending.values()):
             future.exception()
 
-    def forget(self, step: int) -> None:
-        """Drop batches up to a step from memory; they stay on the board."""
+    def published(self, step: int) -> None:
+        """Version `step` can be had. Batches up to that step are dropped from memory; they stay on the board."""
         for key in [key for key in self._pending if key <= step]:
             del self._pending[key]
 
@@ -208,10 +154,13 @@ class Collector:
             future.cancel()
         if self._thread.is_alive():
             try:
-                asyncio.run_coroutine_threadsafe(self.client.close(), self._loop).result(5)
+                asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(5)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(5)
+
+    async def _shut(self) -> None:
+        await self.client.close()
 
     async def _collect(self, step: int) -> Collected:
         started = time.perf_counter()
@@ -220,7 +169,7 @@ class Collector:
         except MissingKey:
             pass
         rounds, wanted = self.config.grpo.refill_rounds, self.config.rollout.prompts
-        sampled: list[_Group] = []
+        sampled: list[Group] = []
         missing = wanted
         for number in range(rounds + 1):
             sampled += await self._sample(step, prompt_numbers(self.config, step, number)[:missing])
@@ -228,7 +177,7 @@ class Collector:
             missing = plan.missing
             if not missing:
                 break
-        batch = _join(step, [sampled[place] for place in plan.keep])
+        batch = join(step, [sampled[place] for place in plan.keep])
         if len(sampled) > wanted:
             scores = [row.reward for group in sampled for row in group.rows]
             batch = replace(batch, draws=Sampled(len(sampled), sum(scores) / len(scores)))
@@ -237,49 +186,11 @@ class Collector:
             batch = self.load(step)
         return Collected(batch, False, time.perf_counter() - started)
 
-    async def _sample(self, step: int, numbers: range) -> list[_Group]:
-        """Ask islands for a group a prompt number, or play its episodes, and score them."""
-        rollout = self.config.rollout
+    async def _sample(self, step: int, numbers: range) -> list[Group]:
+        """A group a prompt number, scored."""
         problems = [self.problems.train(number) for number in numbers]
         seeds = [
-            [sample_seed(self.config.seed, problem.index, s, step) for s in range(rollout.samples)]
+            [sample_seed(self.config.seed, problem.index, s, step) for s in range(self.config.rollout.samples)]
             for problem in problems
         ]
-        policy = version_policy(self.config, step)
-        if isinstance(self.problems, ToolProblemSet):
-            runner = EpisodeRunner(
-                self.client,
-                self.tokenizer,
-                self.problems,
-                max_new_tokens=rollout.max_new_tokens,
-                temperature=rollout.temperature,
-                route=rollout.episodes,
-            )
-            return [_episode_group(group) for group in await runner.run_many(problems, seeds, policy)]
-        requests = [
-            GenerateRequest(
-                input_ids=self.tokenizer.encode(problem.prompt),
-                sampling_params=SamplingParams(
-                    n=rollout.samples,
-                    max_new_tokens=rollout.max_new_tokens,
-                    temperature=rollout.temperature,
-                    seeds=of_problem,
-                    stop_token_ids=self.stop_ids,
-                ),
-                weight_version=policy,
-            )
-            for problem, of_problem in zip(problems, seeds, strict=True)
-        ]
-        responses = await self.client.generate_many(requests)
-        return [
-            _response_group(
-                problem,
-                request,
-                response,
-                [
-                    self.problems.score(problem, response_text(self.tokenizer, sample.token_ids))
-                    for sample in response.samples
-                ],
-            )
-            for problem, request, response in zip(problems, requests, responses, strict=True)
-        ]
+        return await self.sampler.sample(problems, seeds, version_policy(self.config, step))

@@ -18,7 +18,7 @@ from sprawl.errors import SprawlError
 from sprawl.train.runtime.control import Driver, Follower
 
 COLLECTIVE_S = 1800.0
-"""How long a process waits for another one that is alive: a slow link, not a dead one."""
+"""How long a process waits for another one that is alive: a slow link, not a dead or a stopped one."""
 STOP_S = 10.0
 _CONTROL = "sprawl/control"
 _LOCAL = "127.0.0.1"
@@ -94,8 +94,10 @@ class LocalRanks:
                 process.kill()
 
 
-def drive(world: int, stages: int, log_dir: Path, threads: int) -> tuple[Driver, LocalRanks]:
+def drive(world: int, stages: int, log_dir: Path, threads: int, liveness_s: float) -> tuple[Driver, LocalRanks]:
     """Rank 0: gather `world` processes into the default process group, starting them unless torchrun did.
+
+    `liveness_s`: how long one of them may say nothing at all before it is lost.
 
     Raises SprawlError when they do not come.
     """
@@ -120,6 +122,7 @@ def drive(world: int, stages: int, log_dir: Path, threads: int) -> tuple[Driver,
     try:
         store.set(_CONTROL, json.dumps(driver.address))
         driver.accept()
+        driver.watch(liveness_s)
         _join(store, 0, world)
     except BaseException:
         driver.close()

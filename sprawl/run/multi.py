@@ -55,7 +55,9 @@ class MultiProcess:
         self._config, self._ledger, self._epoch = config, ledger, epoch
         self._reader = VersionReader(store, ledger.run_id, trust=trust)
         policy = config.policy
-        self._driver, self._ranks = drive(policy.processes, policy.stages, log_dir, config.threads.trainer)
+        self._driver, self._ranks = drive(
+            policy.processes, policy.stages, log_dir, config.threads.trainer, policy.liveness_s
+        )
         self._closed = False
 
         def opened() -> StageShare:

@@ -47,6 +47,7 @@ from sprawl.run.options import RunOptions, new_run_id
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
 from sprawl.run.signs import SignMaps
 from sprawl.run.step_record import step_record
+from sprawl.run.stream import open_collector
 from sprawl.run.trainers import RunTrainer, SingleProcess
 from sprawl.train.checkpoint import bases_of, delete_checkpoint, surplus
 from sprawl.train.trainer import StepStats
@@ -159,7 +160,7 @@ class RunSession:
         fires_missing = self.config.anchor.enabled and final > 0 and self.ledger.fire(final) is None
         self.crew.start(self.config.rollout.islands if self._needs_islands(head) else 0, fires_missing)
         replayed = self._catch_up(head)
-        self._collector = Collector(
+        self._collector = open_collector(
             self.config, self.store, self.run_id, self.tokenizer, self.problems, self.stop_ids, self.ledger.islands
         )
         if self._needs_islands(head):
@@ -219,9 +220,7 @@ class RunSession:
             batch = self._batch = self._wait_for_batch(step).batch
         self._sign_bytes = self.signs.take(step, self.crew.replace_lost)
         self._seconds["anchor_wait"] = time.perf_counter() - started
-        # What the islands sample meanwhile may be stale by up to max_staleness versions, never more.
-        for ahead in range(step + 1, min(step + self.config.rollout.max_staleness, self.config.steps) + 1):
-            self._sampler.request(ahead)
+        self._sampler.run_ahead(step)
         computed = time.perf_counter()
         self._stats = self.trainer.train(step, batch, self.signs)
         self._trained = step
@@ -250,7 +249,7 @@ class RunSession:
         self._step_started = time.perf_counter()
         self.head_step = step
         self._seconds = {}
-        self._sampler.forget(step)
+        self._sampler.published(step)
         self.crew.replace_lost()
         return receipt
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
-from sprawl.board.records import StepRecord, Views, Wire
+from sprawl.board.records import StepFeed, StepRecord, Views, Wire
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.run.receipts import PublishReceipt
 from sprawl.train.trainer import StepStats
@@ -27,7 +28,7 @@ def step_record(
     """The record of optimizer step `step`. `sign_fire`: the fire whose sign map was in force, `sign_weights`: the step
     of the newest weights that fire used. `sign_bytes`: size of the sign map that arrived for the step, 0 when none did;
     `basis_bytes` the same of the subspace codec's bases."""
-    lag = step - 1 - batch.version_start.float()
+    lag = step - 1 - batch.oldest_versions
     return StepRecord(
         step=step,
         epoch=epoch,
@@ -59,8 +60,9 @@ def step_record(
         truncated_share=None if batch.truncated is None else float(batch.truncated.float().mean()),
         groups_sampled=None if batch.draws is None else batch.draws.groups,
         reward_sampled=None if batch.draws is None else batch.draws.reward,
-        staleness=float(lag.mean()),
+        staleness=float(lag.float().mean()),
         staleness_max=int(lag.max()),
+        feed=None if batch.feed is None else StepFeed.model_validate(asdict(batch.feed)),
         boundary=Wire(sent=stats.wire.sent, dense=stats.wire.dense),
         boundary_padding=stats.wire.padding,
         probe_bytes=stats.probe_bytes,

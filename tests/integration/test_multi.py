@@ -221,6 +221,57 @@ def wait_for_version(run: Path, version: int, process: subprocess.Popen[str]) ->
         time.sleep(0.05)
 
 
+SHORT = ("policy.stages=2", "anchor.enabled=false", "evaluate.every=100", "boundary.codec=prf")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_stopped_stage_is_lost_after_the_liveness_bound(tmp_path: Path) -> None:
+    """Its connection stays open and it never answers: the collective alone would wait for half an hour."""
+    board = tmp_path / "board"
+    settings = (*SHORT, "steps=200", "policy.liveness_s=4")
+    process = subprocess.Popen(
+        command(board, "still", resume=False, settings=settings),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_version(board / "still", 1, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    (stage,) = [member for member in family if "sprawl.run.stage_server" in member.cmdline()]
+    stage.suspend()
+    stopped = time.monotonic()
+    output, _ = process.communicate(timeout=END_WITHIN_S)
+    assert time.monotonic() - stopped > 4
+    assert process.returncode == 2, output
+    lines = [line for line in output.splitlines() if line.startswith("sprawl: ")]
+    assert len(lines) == 1, output
+    assert lines[0].startswith("sprawl: trainer process 1 (stage 1 of 2) has not answered for 4 s"), lines
+    assert "--resume still" in output
+    psutil.wait_procs(family, timeout=30)
+    assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_refused_steps_in_a_row_stop_a_run_of_many_processes(tmp_path: Path) -> None:
+    """A learning rate that makes the weights infinite. Rollouts may be old enough to come from weights that are not."""
+    settings = (*SHORT, "optimizer.lr=1e38", "optimizer.max_bad_steps=2", "rollout.max_staleness=8")
+    argv = command(tmp_path / "board", "wild", resume=False, settings=settings)
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 2, output
+    assert "2 steps in a row had a gradient that is not finite" in output
+    ledger = Ledger(open_store(str(tmp_path / "board")), "wild")
+    refused = [record.step for record in ledger.steps() if not record.applied]
+    last = ledger.steps()[-1].step
+    assert refused == [last]  # the second one ended the run before it was published
+    assert [event.step for event in ledger.events() if event.kind == "violation"] == [last + 1]
+    masters = read_blob(open_store(str(tmp_path / "board")), ledger, 0, "masters")
+    assert all(tensor.isfinite().all() for tensor in masters.values())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_torchrun_starts_replicas_of_a_pipeline(tmp_path: Path) -> None:

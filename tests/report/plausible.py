@@ -12,6 +12,7 @@ from sprawl.board.records import (
     FireRecord,
     IslandRecord,
     RunRecord,
+    StepFeed,
     StepRecord,
     Views,
     Wire,
@@ -73,6 +74,20 @@ def make_step(step: int, **changes: Any) -> StepRecord:
         "islands": {"island-0": 8, "island-1": 8},
     }
     return StepRecord(**(fields | changes))
+
+
+def make_feed(*prompts: int, **changes: Any) -> StepFeed:
+    """The stream at a step that trained the groups of these prompts."""
+    fields: dict[str, Any] = {
+        "prompts": list(prompts),
+        "discarded": 0,
+        "failed": 0,
+        "in_flight": 16,
+        "ready": 3,
+        "queue_seconds": 0.5,
+        "queue_seconds_max": 1.5,
+    }
+    return StepFeed(**(fields | changes))
 
 
 def make_fire(step: int, **changes: Any) -> FireRecord:

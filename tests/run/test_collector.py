@@ -142,7 +142,7 @@ def test_dynamic_sampling_replaces_groups_without_an_advantage(
         return client
 
     monkeypatch.setattr(Collector, "_open_client", opened)
-    monkeypatch.setattr("sprawl.run.collector.response_text", lambda tokenizer, ids: tokenizer.decode(ids))
+    monkeypatch.setattr("sprawl.run.groups.response_text", lambda tokenizer, ids: tokenizer.decode(ids))
     problems = load_problem_set("addition", 0, {"digits": 1})
     monkeypatch.setattr(type(problems), "score", lambda self, problem, text: float(text == "r"))
     config = make_config(rollout={"prompts": 3, "samples": 2}, grpo={"refill_rounds": rounds})

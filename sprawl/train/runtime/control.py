@@ -2,8 +2,9 @@
 
 One TCP connection a process, lines of JSON. Tensors never come here. A connection that ends without a good-bye is how a
 dead process is found: the kernel closes it the moment the process is gone, whatever it was doing, and keep-alive finds
-a machine that vanished. Whoever learns of a loss first ends everything: collectives that wait for a dead neighbour
-would otherwise wait for their time-out.
+a machine that vanished. A process that is stopped or hangs as a whole keeps its connection: it is found because a
+thread of its own answers pings, however long a step takes. Whoever learns of a loss first ends everything: collectives
+that wait for a dead neighbour would otherwise wait for their time-out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ HELLO_S = 5.0
 """How long whoever connects may take to say who it is."""
 GRACE_S = 20.0
 """How long rank 0 may take to unwind after a loss, and how long others wait to be told about one."""
+PINGS = 8
+"""Pings without an answer after which a process is lost."""
 
 
 class StageLost(SprawlError):
@@ -41,6 +44,7 @@ class _Line:
         self._socket = connection
         self._reader = connection.makefile("rb")
         self._lock = threading.Lock()
+        self.silent = False
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -61,12 +65,15 @@ class _Line:
         try:
             line = self._reader.readline()
             return json.loads(line) if line.endswith(b"\n") else None
+        except TimeoutError:
+            self.silent = True
+            return None
         except (OSError, ValueError):
             return None
 
-    def settle(self) -> None:
-        """From now on waits for messages without a limit."""
-        self._socket.settimeout(None)
+    def settle(self, limit_s: float | None = None) -> None:
+        """From now on waits for a message without a limit, or so long: then `receive` gives None and sets `silent`."""
+        self._socket.settimeout(limit_s)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -82,6 +89,7 @@ class Driver:
         self._describe = describe
         self._lines: dict[int, _Line] = {}
         self._answers: queue.Queue[tuple[int, Message]] = queue.Queue()
+        self._heard: set[int] = set()  # who said something since the last ping
         self._doing = "starting"
         self._lost: str | None = None
         self._ending = threading.Event()
@@ -116,6 +124,11 @@ class Driver:
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(1, self._world)) - self._lines.keys())
                     raise StageLost(f"trainer processes {missing} did not come within {CONNECT_S:.0f} s") from None
+
+    def watch(self, limit_s: float) -> None:
+        """From now on a process that says nothing for so long is lost, whatever it is doing; it takes rank 0 for lost
+        after the same time. Its main thread may be busy for longer."""
+        threading.Thread(target=self._watch, args=(limit_s,), name="control-watch", daemon=True).start()
 
     def send(self, message: Message, doing: str) -> None:
         """A command to all others. `doing` is for people, should one of them be lost meanwhile."""
@@ -164,8 +177,11 @@ class Driver:
 
     def _listen(self, rank: int, line: _Line) -> None:
         while (message := line.receive()) is not None:
+            self._heard.add(rank)
             if message.get("bye"):
                 return
+            if "pong" in message:
+                continue
             if "failed" in message:
                 self._lose(f"{self._describe(rank)} failed during {self._doing}: {message['failed']}")
                 return
@@ -173,6 +189,19 @@ class Driver:
         if not self._ending.is_set():
             reason = self.explain(rank) or "is gone (its connection ended)"
             self._lose(f"{self._describe(rank)} {reason} during {self._doing}")
+
+    def _watch(self, limit_s: float) -> None:
+        unanswered = dict.fromkeys(self._lines, 0)
+        # Counted in pings, not by a clock: when this very process was stopped for a while, nobody else was silent.
+        while self._lost is None and not self._ending.wait(limit_s / PINGS):
+            heard, self._heard = self._heard, set()
+            for rank, line in self._lines.items():
+                unanswered[rank] = 0 if rank in heard else unanswered[rank] + 1
+                if unanswered[rank] > PINGS:
+                    how = f"has not answered for {limit_s:g} s (it is stopped, or hangs)"
+                    self._lose(f"{self._describe(rank)} {how} during {self._doing}")
+                    return
+                line.send({"ping": limit_s})
 
     def _lose(self, message: str) -> None:
         with self._lock:
@@ -227,6 +256,10 @@ class Follower:
         while (message := self._line.receive()) is not None:
             if "lost" in message:
                 os._exit(1)
+            if "ping" in message:
+                self._line.settle(message["ping"])
+                self._line.send({"pong": True})
+                continue
             self._stopped = self._stopped or message.get("do") == "stop"
             self._commands.put(message)
         if self._stopped:
@@ -234,5 +267,7 @@ class Follower:
             time.sleep(GRACE_S)
             os._exit(1)
         if self._rank == 1:  # one of the others speaks for all
-            os.write(2, b"sprawl: trainer process 0, which drives the run, is gone: trainer process 1 ends, like all\n")
+            how = "was not heard of for too long" if self._line.silent else "is gone"
+            text = f"sprawl: trainer process 0, which drives the run, {how}: trainer process 1 ends, like all\n"
+            os.write(2, text.encode())
         os._exit(1)

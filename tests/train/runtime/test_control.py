@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -121,3 +123,61 @@ def test_processes_that_do_not_come(driver: Driver, monkeypatch: pytest.MonkeyPa
     driver.explain = lambda rank: "ended with code 1"
     with pytest.raises(StageLost, match="trainer process 1 ended with code 1 while starting"):
         driver.accept()
+
+
+def answer_pings(other: Other) -> None:
+    """Until the connection ends."""
+    for line in other.lines:
+        if "ping" in json.loads(line):
+            other.say({"pong": True})
+
+
+def test_a_process_that_keeps_its_connection_and_says_nothing_is_lost(driver: Driver) -> None:
+    one, two = connected(driver)
+    threading.Thread(target=answer_pings, args=(one,), daemon=True).start()
+    driver.send({"do": "train"}, "train step 7")
+    driver.watch(0.2)
+    began = time.monotonic()
+    with pytest.raises(StageLost, match=r"^trainer process 2 has not answered for 0.2 s .* during train step 7$"):
+        driver.collect()
+    assert time.monotonic() - began >= 0.2
+    assert two.hear() == {"do": "train"}
+
+
+def test_a_process_whose_step_takes_long_is_not_lost_while_it_answers_pings(driver: Driver) -> None:
+    others = connected(driver)
+    driver.send({"do": "train"}, "train step 7")
+    for other in others:
+        assert other.hear() == {"do": "train"}
+        threading.Thread(target=answer_pings, args=(other,), daemon=True).start()
+    driver.watch(1.0)
+    time.sleep(1.5)
+    for other in others:
+        other.say({"done": True})
+    assert driver.collect() == [{"done": True}] * 2
+
+
+STOPPED_DRIVER = """
+import json, sys
+from sprawl.train.runtime.control import Follower
+follower = Follower(1, json.loads(sys.argv[1]))
+follower.next()
+"""
+
+
+def test_a_driver_that_says_nothing_any_more_is_taken_for_gone() -> None:
+    """A process of its own, because that is what ends."""
+    server = socket.create_server(("127.0.0.1", 0))
+    address = {"host": "127.0.0.1", "port": server.getsockname()[1], "token": "t"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_DRIVER, json.dumps(address)], stderr=subprocess.PIPE, text=True
+    )
+    connection, _ = server.accept()
+    lines = connection.makefile("rb")
+    assert json.loads(lines.readline()) == {"rank": 1, "token": "t"}
+    connection.sendall(b'{"ping": 0.3}\n')
+    assert json.loads(lines.readline()) == {"pong": True}
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert said.endswith("drives the run, was not heard of for too long: trainer process 1 ends, like all\n")
+    server.close()
