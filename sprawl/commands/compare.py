@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,8 @@ def compare(
     from sprawl.run.stopping import terminate_as_interrupt
     from sprawl.study.board import check_definitions, open_board
     from sprawl.study.config import load_study
-    from sprawl.study.plan import plan_cells
+    from sprawl.study.plan import plan_cells, study_id
+    from sprawl.study.results import make_results, write_results
     from sprawl.study.runner import failures, prepare, train_cells
 
     study = load_study(study_file)
@@ -83,9 +85,15 @@ def compare(
         except KeyboardInterrupt:
             _note("interrupted; the same command goes on with it")
             sys.exit(INTERRUPTED)
-    for line in failed:
-        _note(f"failed: {line}")
-    if failed:
+        known = check_definitions(open_board(board), cells)
+    results = make_results(study, cells, known, quick=quick)
+    for path in write_results(results, out or Path("reports") / "compare" / study_id(study, quick)):
+        _note(str(path))
+    click.echo(json.dumps(results.data, allow_nan=False) if as_json else "\n".join(results.tables.values()), nl=as_json)
+    problems = [violation for row in results.data["arms"] for violation in row["violations"]]
+    for line in [*(f"failed: {line}" for line in failed), *(f"violation in {line}" for line in problems)]:
+        _note(line)
+    if failed or problems:
         sys.exit(1)
 
 

@@ -18,6 +18,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,30}$")]
 Overrides = dict[str, Any]
 """Dotted fields of a run's config and their values, as in `--set section.field=value`."""
 Panel = Literal["reward", "reward_wall", "entropy", "kl", "mismatch", "grad_norm", "accuracy"]
+Colour = Literal["blue", "vermillion", "green", "purple", "orange", "sky"]
 TableKind = Literal["arms", "staleness"]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -49,6 +50,7 @@ class ArmConfig(Section):
     name: Name
     label: str | None = Field(None, description="How tables and figures call it; default: the name.")
     steps: Positive | None = Field(None, description="Steps of this arm where they differ from the study's.")
+    colour: Colour | None = Field(None, description="Its colour in figures; default: the next free one.")
     overrides: Overrides = Field(default_factory=dict)
 
     _overrides = field_validator("overrides")(_check_overrides)
@@ -65,7 +67,18 @@ class GroupConfig(Section):
     title: str
     arms: list[str] = Field(min_length=1, description="Names of arms, or patterns such as dense-*.")
     panels: list[Panel] = Field(default=["reward", "entropy", "kl", "mismatch"], min_length=1)
+    ordered: bool = Field(False, description="The arms are steps of one quantity: shades of one colour instead of six.")
     steps: Positive | None = Field(None, description="How many steps the figure shows; default: the study's.")
+
+
+class MilestonesConfig(Section):
+    """Where the table of staleness compares arms."""
+
+    steps: list[Positive] = Field(default=[25, 50, 100])
+    seconds: list[Annotated[float, Field(gt=0)]] = Field(
+        default=[], description="Training seconds; default: half and all of what the quickest run took."
+    )
+    rewards: list[Annotated[float, Field(gt=0, le=1)]] = Field(default=[0.5, 0.6, 0.7])
 
 
 class QuickConfig(Section):
@@ -94,6 +107,7 @@ class StudyConfig(Section):
     axes: list[Annotated[list[ArmConfig], Field(min_length=1)]] = Field(default_factory=list)
     groups: list[GroupConfig] = Field(default_factory=list)
     tables: list[TableKind] = Field(default=["arms"], min_length=1)
+    milestones: MilestonesConfig = MilestonesConfig()
     quick: QuickConfig = QuickConfig()
 
     _overrides = field_validator("overrides")(_check_overrides)

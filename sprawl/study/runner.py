@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sprawl.errors import SprawlError
 from sprawl.report.data import RunData
 from sprawl.study.board import find_cell, keep_ledger_only, open_board
 from sprawl.study.config import StudyConfig
@@ -111,9 +110,3 @@ def _why(code: int, tail: Sequence[str]) -> str:
 
 def failures(outcomes: Sequence[Outcome]) -> list[str]:
     return [f"{outcome.cell.run_id}: {outcome.message}" for outcome in outcomes if outcome.status == "failed"]
-
-
-def raise_if_nothing(outcomes: Sequence[Outcome]) -> None:
-    """Raises SprawlError when not one run left a step to compare."""
-    if not any(outcome.data is not None and outcome.data.steps for outcome in outcomes):
-        raise SprawlError("no run of the study has an optimizer step", "see the messages above, or leave out --no-run")
