@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from sprawl.report.data import RunData
     from sprawl.study.plan import Cell
@@ -60,44 +60,38 @@ def compare(
 
     Exit code 1 when a run failed twice or finished with violations.
     """
-    from sprawl.run.options import absolute_board
     from sprawl.run.stopping import terminate_as_interrupt
-    from sprawl.study.board import check_definitions, open_board
-    from sprawl.study.config import load_study
-    from sprawl.study.plan import plan_cells, study_id
-    from sprawl.study.results import make_results, write_results
+    from sprawl.study.job import open_job, write_job_results
     from sprawl.study.runner import failures, prepare, train_cells
 
-    study = load_study(study_file)
-    cells = plan_cells(study, quick=quick, only=only, seeds=seeds)
-    board = absolute_board(board)
-    known = check_definitions(open_board(board), cells)
+    job = open_job(study_file, board, quick=quick, only=only, seeds=seeds)
     if as_list:
-        for line in listing(cells, known):
+        for line in listing(job.cells, job.known):
             click.echo(line)
         return
     failed: list[str] = []
     if not no_run:
         try:
             with terminate_as_interrupt():
-                prepare(cells, _note)
-                failed = failures(train_cells(cells, board, study, parallel or study.parallel, _note))
+                prepare(job.cells, _note)
+                outcomes = train_cells(job.cells, job.board, job.study, parallel or job.study.parallel, _note)
         except KeyboardInterrupt:
             _note("interrupted; the same command goes on with it")
             sys.exit(INTERRUPTED)
-        known = check_definitions(open_board(board), cells)
-    results = make_results(study, cells, known, quick=quick)
-    for path in write_results(results, out or Path("reports") / "compare" / study_id(study, quick)):
+        failed = failures(outcomes)
+        for line in failed:
+            _note(f"failed: {line}")
+    results, paths = write_job_results(job, out)
+    for path in paths:
         _note(str(path))
     click.echo(json.dumps(results.data, allow_nan=False) if as_json else "\n".join(results.tables.values()), nl=as_json)
-    problems = [violation for row in results.data["arms"] for violation in row["violations"]]
-    for line in [*(f"failed: {line}" for line in failed), *(f"violation in {line}" for line in problems)]:
-        _note(line)
-    if failed or problems:
+    for line in results.violations:
+        _note(f"violation in {line}")
+    if failed or results.violations:
         sys.exit(1)
 
 
-def listing(cells: list[Cell], known: Mapping[str, RunData]) -> list[str]:
+def listing(cells: Sequence[Cell], known: Mapping[str, RunData]) -> list[str]:
     """`run id   state` for every cell."""
     width = max(len(cell.run_id) for cell in cells)
     lines = []

@@ -27,6 +27,11 @@ class Results:
     figures: dict[str, bytes]
     data: dict[str, Any]
 
+    @property
+    def violations(self) -> list[str]:
+        """Each once, with its run id."""
+        return list(dict.fromkeys(violation for row in self.data["arms"] for violation in row["violations"]))
+
 
 def make_results(study: StudyConfig, cells: Sequence[Cell], known: Mapping[str, RunData], *, quick: bool) -> Results:
     """Everything from the runs that are there. Pure. Raises SprawlError when none of them has an optimizer step."""
