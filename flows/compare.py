@@ -12,7 +12,6 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.futures import PrefectConcurrentFuture
 from prefect.runtime import flow_run
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from sprawl.errors import SprawlError
 from tasks.artifacts import artifact_key
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from sprawl.study.job import Job
     from sprawl.study.process import Processes
 
-_MOST_AT_ONCE = 64  # threads of the task runner; how many runs go side by side is the study's to say
-
 
 def _name() -> str:
     return f"compare-{Path(flow_run.parameters['study']).stem}"
@@ -32,7 +29,6 @@ def _name() -> str:
 @flow(
     name="compare",
     flow_run_name=_name,
-    task_runner=ThreadPoolTaskRunner(max_workers=_MOST_AT_ONCE),
     persist_result=False,
 )
 def compare(
@@ -94,8 +90,10 @@ def _train(job: Job, parallel: int, processes: Processes) -> list[str]:
             wait([future.wrapped_future for future in running], return_when=FIRST_COMPLETED)
             running = [future for future in running if not future.wrapped_future.done()]
         train = partial(train_cell, cell, job.board, job.study, processes)
-        running.append(train_arm.submit(cell.run_id, train))
-        every.append(running[-1])
+        future = train_arm.submit(cell.run_id, train)
+        assert isinstance(future, PrefectConcurrentFuture), "flows run their tasks in threads unless told otherwise"
+        running.append(future)
+        every.append(future)
     failed = []
     for future in every:
         future.wait()

@@ -93,6 +93,8 @@ def compare(
 
 def listing(cells: Sequence[Cell], known: Mapping[str, RunData]) -> list[str]:
     """`run id   state` for every cell."""
+    from sprawl.study.measures import gave_up
+
     width = max(len(cell.run_id) for cell in cells)
     lines = []
     for cell in cells:
@@ -101,6 +103,8 @@ def listing(cells: Sequence[Cell], known: Mapping[str, RunData]) -> list[str]:
             state = f"not started, {cell.config.steps} steps"
         elif data.finished:
             state = f"finished, {data.last_step} steps"
+        elif gave_up(data):
+            state = f"stopped by itself after {data.last_step} of {cell.config.steps} steps"
         else:
             state = f"stopped or running, {data.last_step} of {cell.config.steps} steps"
         lines.append(f"{cell.run_id:<{width}}  {state}")

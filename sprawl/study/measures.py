@@ -117,12 +117,20 @@ def verdict(data: RunData, steps: int) -> Verdict:
     if at is not None:
         return Verdict("collapsed", cut.steps[at].step)
     if cut.last_step < steps:
-        last = data.events[-1].kind if data.events else ""
-        ended = not data.finished and last in ("violation", "verdict")
-        return Verdict("stopped" if ended else "unfinished", cut.last_step)
+        return Verdict("stopped" if gave_up(data) or diverged(data) else "unfinished", cut.last_step)
     if below_base(cut.evaluations):
         return Verdict("collapsed", cut.last_step)
     return Verdict("healthy")
+
+
+def gave_up(data: RunData) -> bool:
+    """Whether the last thing the run wrote is the verdict with which it stopped by itself."""
+    return bool(data.events) and data.events[-1].kind == "verdict"
+
+
+def diverged(data: RunData) -> bool:
+    """Whether the last thing the run wrote is that a step was refused once too often: one it never published."""
+    return bool(data.events) and data.events[-1].kind == "violation" and data.events[-1].step > data.last_step
 
 
 def collapsed_at(rewards: Sequence[float]) -> int | None:

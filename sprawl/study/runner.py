@@ -11,6 +11,7 @@ from typing import Literal
 from sprawl.report.data import RunData
 from sprawl.study.board import find_cell, keep_ledger_only, open_board
 from sprawl.study.config import StudyConfig
+from sprawl.study.measures import gave_up
 from sprawl.study.plan import Cell
 from sprawl.study.process import Processes, run_command
 
@@ -19,12 +20,15 @@ _POLL_S = 0.5  # between looks for Ctrl-C
 _FINISHED = (0, 1)  # 1: finished with violations, which belong in the table
 
 Note = Callable[[str], None]
-Status = Literal["reused", "finished", "failed"]
+Status = Literal["reused", "finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended. `data` is what its ledger has, None when the run never began; `message` says why it failed."""
+    """How a cell ended. `data` is what its ledger has, None when the run never began; `message` says why it failed.
+
+    stopped: the run gave itself up, which is a result; resuming it would end in the same place.
+    """
 
     cell: Cell
     status: Status
@@ -40,8 +44,8 @@ def log_path(cell: Cell) -> Path:
 def train_cell(cell: Cell, board: str, study: StudyConfig, processes: Processes, note: Note) -> Outcome:
     """Bring one cell to its last step. Never raises for a run that fails: the other cells go on."""
     known = find_cell(open_board(board), cell)
-    if known is not None and known.finished:
-        note(f"{cell.name} | {cell.run_id} had finished: reused")
+    if known is not None and (known.finished or gave_up(known)):
+        note(f"{cell.name} | {cell.run_id} had {'finished' if known.finished else 'stopped by itself'}: reused")
         return Outcome(cell, "reused", known)
     why = ""
     for attempt in range(1, ATTEMPTS + 1):
@@ -53,6 +57,8 @@ def train_cell(cell: Cell, board: str, study: StudyConfig, processes: Processes,
             if study.keep == "ledger" and store is not None:
                 keep_ledger_only(store, cell.run_id)
             return Outcome(cell, "finished", known)
+        if known is not None and gave_up(known):
+            return Outcome(cell, "stopped", known)
         why = _why(code, tail)
         if processes.stopping:
             break
