@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 from sprawl.anchor import signmap
 from sprawl.anchor.forecast import checkpoints_for, replayed_step, secant
 from sprawl.anchor.replay import Replay, fold, replay
+from sprawl.anchor.schedule import fire_before, next_fire
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
 from sprawl.board.reader import VersionReader
@@ -52,11 +53,10 @@ class AnchorService:
 
     def next_fire(self) -> int:
         """The optimizer step of the first fire that has not happened."""
-        step = self.config.anchor.every
-        done = {record.step for record in self.ledger.fires()}
-        while step in done:
-            step += self.config.anchor.every
-        return step
+        return next_fire(self._done(), self.ledger.fire_requests(), self.config.anchor.every)
+
+    def _done(self) -> set[int]:
+        return {record.step for record in self.ledger.fires()}
 
     def finished(self) -> bool:
         """Whether the run needs no further fire."""
@@ -70,13 +70,16 @@ class AnchorService:
         # The manifest is the commit point of optimizer step `step`; its rollouts were durable before.
         if not self.store.exists(keys.manifest(self.run_id, step)):
             return None
+        # An earlier fire may have been asked for since the first look, but not since the commit: requests come first.
+        if self.next_fire() != step:
+            return None
         needed = checkpoints_for(step, self.config.anchor) or [0]
         if any(self.ledger.checkpoint(checkpoint) is None for checkpoint in needed):
             return None
         return step
 
     def fire(self, step: int) -> FireRecord:
-        """Fire number `step / c`. Idempotent: a fire that was committed is returned as it is."""
+        """The fire due at `step`. Idempotent: a fire that was committed is returned as it is."""
         existing = self.ledger.fire(step)
         if existing is not None:
             return existing
@@ -99,7 +102,8 @@ class AnchorService:
         if not math.isfinite(result.grad_norm):
             # Folding it in would poison M for good; the previous direction is the better one.
             result = Replay({n: torch.zeros_like(g) for n, g in result.gradients.items()}, result.loss, 0.0)
-        momentum = fold(self._momentum_before(step), result.gradients, config.fold)
+        previous = fire_before(step, self._done())
+        momentum = fold(self._momentum_after(previous), result.gradients, config.fold)
         # M is durable before the fire is committed: a restarted anchor folds on, never from scratch.
         self.store.put(keys.anchor_state(self.run_id, step), save(momentum))
         packed = signmap.encode_signs(momentum, step)
@@ -123,13 +127,16 @@ class AnchorService:
             loss=result.loss,
             basis_digest=blake3(bases).hexdigest() if bases else None,
             basis_bytes=len(bases),
+            extra=step % config.every != 0,
             seconds=time.perf_counter() - started,
             finished_at=time.time(),
         )
         self.ledger.write_fire(record)
         self._momentum, self._momentum_step = momentum, step
         # The state two fires ago can no longer be needed: this fire is committed.
-        self.store.delete(keys.anchor_state(self.run_id, step - 2 * config.every))
+        surplus = fire_before(previous, self._done()) if previous is not None else None
+        if surplus is not None:
+            self.store.delete(keys.anchor_state(self.run_id, surplus))
         return record
 
     def _model(self) -> Decoder:
@@ -143,14 +150,14 @@ class AnchorService:
         codec = make_codec(self.config.boundary, self.config.seed)
         if not isinstance(codec, SubspaceCodec):
             return None
-        previous = self.ledger.fire(step - self.config.anchor.every)
+        before = fire_before(step, self._done())
+        previous = None if before is None else self.ledger.fire(before)
         codec.use(read_bases(self.store, self.run_id, previous) if previous is not None else None)
         return BasisObserver(codec)
 
-    def _momentum_before(self, step: int) -> dict[str, torch.Tensor] | None:
-        """M after the previous fire: in memory, or the durable one after a restart."""
-        previous = step - self.config.anchor.every
-        if previous <= 0:
+    def _momentum_after(self, previous: int | None) -> dict[str, torch.Tensor] | None:
+        """M after the fire before: in memory, or the durable one after a restart; None before the first."""
+        if previous is None:
             return None
         if self._momentum is not None and self._momentum_step == previous:
             return self._momentum

@@ -91,14 +91,35 @@ def _fires_counted(data: RunData, finished: bool) -> Found:
         return [f"{len(data.fires)} anchor fires although anchor.enabled is false"] if data.fires else None
     every = data.setting("anchor.every")
     found = []
-    if uneven := [record.step for record in data.fires if record.step % every]:
+    fires = [record for record in data.fires if not record.extra]
+    if uneven := [record.step for record in fires if record.step % every]:
         found.append(f"fires at steps that are no multiple of c={every}: {_numbers(uneven)}")
     if repeated := [step for step, count in Counter(record.step for record in data.fires).items() if count > 1]:
         found.append(f"fires recorded more than once: {_numbers(repeated)}")
     expected = data.last_step // every
     # A run under way may still wait for its newest fire, but can never be ahead of its steps.
-    if len(data.fires) > expected or (finished and len(data.fires) != expected):
-        found.append(f"{len(data.fires)} fires, expected floor({data.last_step}/{every}) = {expected}")
+    if len(fires) > expected or (finished and len(fires) != expected):
+        found.append(f"{len(fires)} fires, expected floor({data.last_step}/{every}) = {expected}")
+    return found
+
+
+def _extra_fires_requested(data: RunData) -> Found:
+    """Fires between the regular ones are the drift controller's, and each was asked for by a step before it."""
+    extra = [record.step for record in data.fires if record.extra]
+    if not extra and not data.setting("control.enabled", False):
+        return None
+    # A step that asked may have been taken back by a crash before its commit: a request on the board stands, so the
+    # record of the run cannot be complete, but fires without any controller are never right.
+    every = data.setting("anchor.every")
+    found = []
+    if not data.setting("control.enabled", False):
+        found.append(f"fires between the regular ones although control.enabled is false: {_numbers(extra)}")
+    if regular := [step for step in extra if step % every == 0]:
+        found.append(f"regular fires recorded as brought forward: {_numbers(regular)}")
+    asked = {record.control.fire for record in data.steps if record.control is not None}
+    if not any(event.kind == "resume" for event in data.events):
+        if unasked := [step for step in extra if step not in asked]:
+            found.append(f"fires brought forward that no step asked for: {_numbers(unasked)}")
     return found
 
 
@@ -186,6 +207,7 @@ def run_checks(data: RunData, finished: bool | None = None) -> list[CheckResult]
         Check("ratio", f"|PPO ratio - 1| <= {RATIO_TOLERANCE:g} on the first inner epoch", _ratio_is_one),
         Check("staleness", "no rollout is older than rollout.max_staleness versions", _staleness_bounded),
         Check("fires", "fires = floor(steps / c)", lambda data: _fires_counted(data, done)),
+        Check("extra fires", "fires in between were asked for by the drift controller", _extra_fires_requested),
         Check("anchor lag", "the anchor never sees weights newer than t-K", _anchor_lag),
         Check("anchor optimizer", "the anchor never steps an optimizer", _anchor_never_steps),
         Check("sign maps", "a sign map is one bit a parameter plus its header", _sign_map_size),

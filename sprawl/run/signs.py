@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from sprawl.anchor.schedule import fires_before
 from sprawl.anchor.service import read_bases, read_sign_map
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store
@@ -38,6 +39,7 @@ class SignMaps:
         self.fire: int | None = None
         self.bases: dict[int, torch.Tensor] | None = None  # of the same fire, with the subspace codec
         self.basis_bytes = 0
+        self.requested: Collection[int] = ()  # fires asked for between the regular ones
 
     def take(self, step: int, idle: Callable[[], None]) -> int:
         """Pick up the newest sign map that optimizer step `step` may use; returns the bytes received, 0 without news.
@@ -45,13 +47,12 @@ class SignMaps:
         In blocking mode a due fire is waited for (`idle` is called meanwhile); otherwise what is there is taken.
         Raises SprawlError when a fire does not come within `anchor.timeout_s`.
         """
-        every = self._config.every
-        due = (step - 1) // every * every
-        if not self._config.enabled or due == 0 or self.fire == due:
+        news = fires_before(step, self.requested, self._config.every, self.fire or 0)
+        if not self._config.enabled or not news:
             return 0
         if self._config.blocking:
-            self.wait_for(due, idle)
-        for fire in range(due, self.fire or 0, -every):
+            self.wait_for(news[0], idle)
+        for fire in news:
             if self._ledger.fire(fire) is not None:
                 return self.use(fire)
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sprawl.board.records import StepRecord, Views, Wire
+from sprawl.board.records import ControlRecord, StepRecord, Views, Wire
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.run.receipts import PublishReceipt
 from sprawl.train.trainer import StepStats
@@ -22,6 +22,7 @@ def step_record(
     sign_bytes: int,
     basis_bytes: int,
     seconds: dict[str, float],
+    control: ControlRecord | None,
 ) -> StepRecord:
     """The record of optimizer step `step`. `sign_bytes`: size of the sign map that arrived for it, 0 when none did;
     `basis_bytes` the same of the subspace codec's bases."""
@@ -68,4 +69,5 @@ def step_record(
         kind="keyframe" if receipt.kind == "keyframe" else "delta",
         seconds={name: round(value, 6) for name, value in seconds.items()},
         islands={name: batch.islands.count(name) for name in sorted(set(batch.islands))},
+        control=control,
     )
