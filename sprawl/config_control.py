@@ -26,7 +26,9 @@ class ControlConfig(Section):
     entropy_loss: Share = Field(
         0.5, description="Loss of the entropy seen through the codec, as a share of its first level, that is damage."
     )
-    stale_after: Limit = Field(2.0, description="Age of the sign map in multiples of anchor.every that is too old.")
+    stale_after: Annotated[float, Field(gt=1)] = Field(
+        2.0, description="Age of the sign map in multiples of anchor.every that is too old."
+    )
     patience: Positive = Field(3, description="Steps a level has to show what it does before the next one is tried.")
     calm: Positive = Field(20, description="Quiet steps before a level is left again; doubled after every relapse.")
     fresh: Annotated[int, Field(ge=0)] = Field(

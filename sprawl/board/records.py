@@ -93,7 +93,9 @@ class ControlRecord(BaseModel):
     dense: bool = Field(False, description="The step was made a dense one.")
     probe: bool = Field(False, description="The dense view was probed, due or not.")
     fire: int | None = Field(None, description="Step of a fire between the regular ones that this step asked for.")
-    symptoms: dict[str, str] = Field(default_factory=dict, description="Kind -> what was seen, of those at their limit.")
+    symptoms: dict[str, str] = Field(
+        default_factory=dict, description="Kind -> what was seen, of those at their limit."
+    )
     verdict: str | None = Field(None, description="Why the run was stopped before this step.")
 
 

@@ -133,9 +133,7 @@ def _move(step: int, before: _Place, symptoms: Sequence[Symptom], config: Contro
     return before.to(before.level - 1, step)
 
 
-def sign_strength(
-    age: int | None, history: Sequence[Observation], config: ControlConfig, circuit: Circuit
-) -> float:
+def sign_strength(age: int | None, history: Sequence[Observation], config: ControlConfig, circuit: Circuit) -> float:
     """Share of the configured weight that sign(M) keeps at its age, and at its measured agreement if there is one.
 
     Full up to age `fresh`, falling linearly to nothing at c. Agreement of the dense gradient with this very map,

@@ -155,10 +155,11 @@ def _sign(history: Sequence[Observation]) -> Symptom | None:
 
 
 def _stale(newest: Observation, every: int, config: ControlConfig) -> Symptom | None:
+    """Up to c every sign map gets."""
     if newest.sign_age is None:
         return None
     text = f"the sign map in use is {newest.sign_age} steps old"
-    return Symptom("stale", newest.sign_age / (every * config.stale_after), newest.step, text)
+    return Symptom("stale", (newest.sign_age / every - 1) / (config.stale_after - 1), newest.step, text)
 
 
 def improving(history: Sequence[Observation], since: int) -> bool:

@@ -100,26 +100,22 @@ def _fires_counted(data: RunData, finished: bool) -> Found:
     # A run under way may still wait for its newest fire, but can never be ahead of its steps.
     if len(fires) > expected or (finished and len(fires) != expected):
         found.append(f"{len(fires)} fires, expected floor({data.last_step}/{every}) = {expected}")
-    return found
+    return found + _brought_forward(data, every)
 
 
-def _extra_fires_requested(data: RunData) -> Found:
-    """Fires between the regular ones are the drift controller's, and each was asked for by a step before it."""
+def _brought_forward(data: RunData, every: int) -> list[str]:
+    """Fires between the regular ones are the drift controller's, and a step asked for each."""
     extra = [record.step for record in data.fires if record.extra]
-    if not extra and not data.setting("control.enabled", False):
-        return None
-    # A step that asked may have been taken back by a crash before its commit: a request on the board stands, so the
-    # record of the run cannot be complete, but fires without any controller are never right.
-    every = data.setting("anchor.every")
     found = []
-    if not data.setting("control.enabled", False):
+    if extra and not data.setting("control.enabled", False):
         found.append(f"fires between the regular ones although control.enabled is false: {_numbers(extra)}")
     if regular := [step for step in extra if step % every == 0]:
         found.append(f"regular fires recorded as brought forward: {_numbers(regular)}")
+    # A killed run may have asked in a step that was never committed; its request stands all the same.
     asked = {record.control.fire for record in data.steps if record.control is not None}
-    if not any(event.kind == "resume" for event in data.events):
-        if unasked := [step for step in extra if step not in asked]:
-            found.append(f"fires brought forward that no step asked for: {_numbers(unasked)}")
+    resumed = any(event.kind == "resume" for event in data.events)
+    if not resumed and (unasked := [step for step in extra if step not in asked and step <= data.last_step]):
+        found.append(f"fires brought forward that no step asked for: {_numbers(unasked)}")
     return found
 
 
@@ -206,8 +202,11 @@ def run_checks(data: RunData, finished: bool | None = None) -> list[CheckResult]
         Check("applied", "no step was refused for a non-finite gradient", _steps_applied),
         Check("ratio", f"|PPO ratio - 1| <= {RATIO_TOLERANCE:g} on the first inner epoch", _ratio_is_one),
         Check("staleness", "no rollout is older than rollout.max_staleness versions", _staleness_bounded),
-        Check("fires", "fires = floor(steps / c)", lambda data: _fires_counted(data, done)),
-        Check("extra fires", "fires in between were asked for by the drift controller", _extra_fires_requested),
+        Check(
+            "fires",
+            "fires = floor(steps / c), not counting those the drift controller brought forward",
+            lambda data: _fires_counted(data, done),
+        ),
         Check("anchor lag", "the anchor never sees weights newer than t-K", _anchor_lag),
         Check("anchor optimizer", "the anchor never steps an optimizer", _anchor_never_steps),
         Check("sign maps", "a sign map is one bit a parameter plus its header", _sign_map_size),
