@@ -6,11 +6,12 @@
 | 1 | sign(M) weighs less as it ages and where it disagrees; fires are brought forward; the dense view is probed often |
 | 2 | and the learning rate is multiplied by `guard` |
 | 3 | and by `guard` once more; every `dense_every` steps is a dense one |
-| 4 | and by `guard` once more; without improvement for `stop_after` steps the run ends with a verdict |
+| 4 | and by `guard` once more; damage that does not improve for `stop_after` steps ends the run with a verdict |
 
 A symptom at its limit starts level 1, one at twice its limit level 2. A level is left upwards when a symptom is still
 at its limit in what was measured `patience` steps or more after it began (at twice the limit: one step after), and
 downwards after `calm` steps in which every symptom was below half of its limit. In between nothing changes.
+Damage is a mismatch that rises, an entropy through the codec that is lost, or a reward that is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from sprawl.control.symptoms import Marks, Symptom, find_symptoms, improving, up
 from sprawl.control.verdict import verdict
 
 LAST = 4
-RELEASE = 0.5  # severity below which a step is quiet
+RELEASE = 0.5  # lasting severity below which a step is quiet
+DAMAGE = frozenset({"mismatch", "entropy", "reward"})  # what a run is stopped for when nothing helps
 SEVERE = 2.0
 MAX_DOUBLINGS = 3  # of `calm`, after relapses
 
@@ -126,7 +128,7 @@ def _move(step: int, before: _Place, symptoms: Sequence[Symptom], config: Contro
     )
     if pressing and before.level < LAST:
         return before.to(before.level + 1, step)
-    if worst >= RELEASE:
+    if any(one.unrest >= RELEASE for one in symptoms):
         return replace(before, quiet=0)
     if before.quiet + 1 < config.calm * 2 ** min(before.relapses, MAX_DOUBLINGS):
         return replace(before, quiet=before.quiet + 1)
@@ -166,4 +168,4 @@ def _stop(
 ) -> bool:
     if level < LAST or not config.stop_after or step - since < config.stop_after:
         return False
-    return bool(worst) and not improving(history, since)
+    return any(one.kind in DAMAGE for one in worst) and not improving(history, since)

@@ -20,17 +20,24 @@ Kind = Literal["mismatch", "speed", "kl", "entropy", "reward", "sign", "stale"]
 
 MEAN = 10  # steps in the means of the reward
 TREND_POINTS = 8  # fewer say nothing about a trend
+PROBES = 5  # probes of the dense view that are read together
 SURE = 3.0  # standard scores: what a trend or a loss has to exceed to be more than noise
 
 
 @dataclass(frozen=True)
 class Symptom:
-    """at: the step of the newest measurement behind it."""
+    """at: the step of the newest measurement behind it. lasting: severity without what a single measurement can do,
+    by which calm is judged; None: the same."""
 
     kind: Kind
     severity: float
     at: int
     text: str
+    lasting: float | None = None
+
+    @property
+    def unrest(self) -> float:
+        return self.severity if self.lasting is None else self.lasting
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ def find_symptoms(
     fire_every: int | None,
     compressed: bool,
 ) -> list[Symptom]:
-    """All symptoms with a severity above 0, the worst first.
+    """What can be read from the steps so far, the worst first; a severity may be below 0.
 
     history: ascending, at least the newest `window` steps. since: first step of the level in force, 0 before any.
     fire_every: c, None without an anchor. compressed: whether a codec stands between sampler and trainer.
@@ -79,7 +86,7 @@ def find_symptoms(
     found = [
         _mismatch(own, config),
         _speed(history, config),
-        _kl(history, config),
+        _kl([seen for seen in history if seen.step >= since], config),
         _reward(own, marks, config),
         _sign(history),
     ]
@@ -87,7 +94,7 @@ def find_symptoms(
         found.append(_entropy(own, marks, config))
     if fire_every is not None:
         found.append(_stale(history[-1], fire_every, config))
-    return sorted((one for one in found if one is not None and one.severity > 0), key=lambda one: -one.severity)
+    return sorted((one for one in found if one is not None), key=lambda one: -one.severity)
 
 
 def _mismatch(own: Sequence[Observation], config: ControlConfig) -> Symptom | None:
@@ -103,22 +110,29 @@ def _mismatch(own: Sequence[Observation], config: ControlConfig) -> Symptom | No
 
 
 def _speed(history: Sequence[Observation], config: ControlConfig) -> Symptom | None:
-    probe = next((seen for seen in reversed(history) if seen.mismatch_dense is not None), None)
-    if probe is None or probe.mismatch_dense is None:
+    """The newest probe raises the alarm; calm is the median of the last ones, which read few rows."""
+    probes = [
+        (seen.step, seen.mismatch_dense / max(1.0, seen.staleness))
+        for seen in history
+        if seen.mismatch_dense is not None
+    ][-PROBES:]
+    if not probes:
         return None
-    speed = probe.mismatch_dense / max(1.0, probe.staleness)
-    text = f"the dense view moves {speed:.3g} nats/token a version (step {probe.step})"
-    return Symptom("speed", speed / config.speed, probe.step, text)
+    at, speed = probes[-1]
+    lasting = statistics.median(value for _, value in probes) / config.speed
+    text = f"the dense view moves {speed:.3g} nats/token a version (step {at})"
+    return Symptom("speed", speed / config.speed, at, text, lasting)
 
 
-def _kl(history: Sequence[Observation], config: ControlConfig) -> Symptom | None:
-    probes = [(seen.step, seen.kl_dense) for seen in history if seen.kl_dense is not None][-2:]
-    if len(probes) < 2:
+def _kl(own: Sequence[Observation], config: ControlConfig) -> Symptom | None:
+    """Growth over the last probes, robust: a probe reads few rows, and its KL depends on which."""
+    probes = [(seen.step, seen.kl_dense) for seen in own if seen.kl_dense is not None][-PROBES:]
+    steps, values = [step for step, _ in probes], [value for _, value in probes]
+    if len(probes) < 3 or mann_kendall(values) <= 1:
         return None
-    (before, low), (now, high) = probes
-    rate = (high - low) / (now - before)
-    text = f"the dense KL to the base grows by {rate:.3g} nats/token a step, to {high:.3g} at step {now}"
-    return Symptom("kl", rate / config.kl_speed, now, text)
+    rate = theil_sen(steps, values)
+    text = f"the dense KL to the base grows by {rate:.3g} nats/token a step, to {values[-1]:.3g} at step {steps[-1]}"
+    return Symptom("kl", rate / config.kl_speed, steps[-1], text)
 
 
 def _entropy(own: Sequence[Observation], marks: Marks, config: ControlConfig) -> Symptom | None:
