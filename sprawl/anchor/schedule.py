@@ -33,7 +33,6 @@ def fire_before(step: int, done: Collection[int]) -> int | None:
     return max((fire for fire in done if fire < step), default=None)
 
 
-def earliest_open_fire(next_regular: int, every: int, grid: int) -> int:
-    """The earliest fire that can still be asked for when `next_regular` is the next regular one; `grid` is the
-    distance of checkpoints."""
-    return next_regular - every + grid
+def open_fires(next_regular: int, every: int, grid: int) -> range:
+    """The next regular fire and all that can still be asked for before it; `grid` is the distance of checkpoints."""
+    return range(next_regular - every + grid, next_regular + 1, grid)

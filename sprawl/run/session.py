@@ -19,7 +19,7 @@ import torch
 
 from sprawl import __version__
 from sprawl.anchor.forecast import checkpoints_for, fire_due
-from sprawl.anchor.schedule import earliest_open_fire
+from sprawl.anchor.schedule import open_fires
 from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import EvaluationRecord, EventRecord, RunRecord, StepRecord
@@ -430,9 +430,9 @@ class RunSession:
             next_fire = self.config.anchor.every
             while self.ledger.fire(next_fire) is not None:
                 next_fire += self.config.anchor.every
-            if self.config.control.enabled:
-                next_fire = earliest_open_fire(next_fire, self.config.anchor.every, self.config.checkpoint.every)
-            needed = min(checkpoints_for(next_fire, self.config.anchor) or [0])
+            fires = open_fires(next_fire, self.config.anchor.every, self.config.checkpoint.every)
+            wanted = fires if self.config.control.enabled else [next_fire]
+            needed = min(min(checkpoints_for(fire, self.config.anchor) or [0]) for fire in wanted)
         for old in surplus(self.ledger.checkpoints(), self.config.checkpoint.keep, needed):
             delete_checkpoint(self.store, self.run_id, old)
 

@@ -88,6 +88,22 @@ def test_a_missed_map_is_skipped_for_a_newer_one() -> None:
     assert maps.fire == 60
 
 
+def test_a_fire_brought_forward_is_used_and_waited_for_like_a_regular_one() -> None:
+    board = Board()
+    maps = board.maps(blocking=True)
+    for step in (20, 30):
+        board.fire(step, [1, 1, 1])
+    maps.requested = [30]
+    maps.take(30, never)
+    assert maps.fire == 20
+    maps.take(31, never)
+    assert maps.fire == 30
+    late = board.maps()
+    late.requested = [30, 50]
+    late.take(55, never)
+    assert late.fire == 30  # neither 40 nor 50 is there yet
+
+
 def test_blocking_waits_for_the_due_fire_and_watches_the_processes_meanwhile() -> None:
     board = Board()
     maps = board.maps(blocking=True)
