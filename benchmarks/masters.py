@@ -156,8 +156,8 @@ def table(rows: list[Row]) -> str:
         speeds = (mean(lambda r: r.whole_bytes / r.encode_s / 1e6), mean(lambda r: r.whole_bytes / r.apply_s / 1e6))
         lines.append(
             f"| {source} | {distance} | {len(group)} | {mean(lambda r: r.changed):.1%} | "
-            f"{mean(lambda r: r.delta):.1%} | {mean(lambda r: r.xor_zstd1):.1%} | {mean(lambda r: r.whole_zstd3):.1%} | "
-            f"{mean(lambda r: r.whole_zstd1):.1%} | {speeds[0]:.0f}, {speeds[1]:.0f} |"
+            f"{mean(lambda r: r.delta):.1%} | {mean(lambda r: r.xor_zstd1):.1%} | "
+            f"{mean(lambda r: r.whole_zstd3):.1%} | {mean(lambda r: r.whole_zstd1):.1%} | {speeds[0]:.0f}, {speeds[1]:.0f} |"
         )
     return "\n".join(lines)
 

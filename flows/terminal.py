@@ -60,7 +60,7 @@ def run_in_terminal(options: RunOptions, *, up: bool) -> int:
         _clean_up(attached, stack if started else None)
         if not isinstance(error, Diverged):
             progress.note(how_to_resume(options, session))
-        _leave(2)
+        _leave(error.exit_code if isinstance(error, SprawlError) else 2)
         raise
 
 

@@ -80,7 +80,7 @@ def main() -> None:
         sys.exit(2)
     except SprawlError as error:
         click.echo(f"sprawl: {error}", err=True)
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 def _command_of(context: click.Context | None) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from sprawl.config_control import ControlConfig
 from sprawl.config_training import BoundaryConfig, GrpoConfig, OffPolicyConfig, OverlongConfig, Positive, Section
 from sprawl.errors import ConfigError
 
@@ -19,6 +20,7 @@ __all__ = [
     "AnchorConfig",
     "BoundaryConfig",
     "CheckpointConfig",
+    "ControlConfig",
     "Dtype",
     "EvaluateConfig",
     "GrpoConfig",
@@ -262,6 +264,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     probe: ProbeConfig = ProbeConfig()
+    control: ControlConfig = ControlConfig()
     threads: ThreadsConfig = ThreadsConfig()
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """Errors a user can act on.
 
 `SprawlError` is raised for bad input and for a world that is not as it has to be (a missing board, a taken port).
-The command line prints it as one line and exits with code 2; nothing else in the project catches it silently.
+The command line prints it as one line and exits with its code (2); nothing else in the project catches it silently.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 class SprawlError(Exception):
     """A problem that the reader can fix: says what is wrong and, where there is one, the fix."""
+
+    exit_code = 2
 
     def __init__(self, message: str, fix: str | None = None) -> None:
         self.message = message
@@ -34,3 +36,12 @@ class FencedError(SprawlError):
 
 class Diverged(SprawlError):
     """The run stopped on purpose: non-finite gradients or a drifting mismatch."""
+
+
+class Verdict(Diverged):
+    """The drift controller gave the run up: the message says what was seen, the fix what to try in the next one.
+
+    Resuming ends in the same verdict, because decisions follow from what is on the board.
+    """
+
+    exit_code = 3

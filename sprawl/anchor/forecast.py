@@ -54,9 +54,8 @@ def checkpoints_for(step: int, config: AnchorConfig) -> list[int]:
     return [there[0], there[-1]] if config.forecast == "window" and len(there) > 1 else there
 
 
-def checkpoints_needed(next_fire: int, last: int, config: AnchorConfig) -> set[int]:
-    """Steps of all checkpoints that the fires due at `next_fire`, one c later, ... up to `last` read."""
-    fires = range(next_fire, last + 1, config.every)
+def checkpoints_needed(fires: Iterable[int], config: AnchorConfig) -> set[int]:
+    """Steps of all checkpoints that the fires due at the steps `fires` read."""
     return {at for fire in fires for at in checkpoints_for(fire, config)}
 
 

@@ -101,6 +101,15 @@ def fires(run_id: str) -> str:
     return f"{run_id}/anchor/fires/"
 
 
+def fire_request(run_id: str, step: int) -> str:
+    """A fire asked for between the regular ones."""
+    return f"{run_id}/anchor/requests/{step:08d}.json"
+
+
+def fire_requests(run_id: str) -> str:
+    return f"{run_id}/anchor/requests/"
+
+
 def sign_map(run_id: str, step: int, digest: str) -> str:
     return f"{run_id}/anchor/signs/{step:08d}-{digest}"
 

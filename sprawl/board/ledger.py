@@ -17,6 +17,7 @@ from sprawl.board.records import (
     EvaluationRecord,
     EventRecord,
     FireRecord,
+    FireRequest,
     IslandRecord,
     Record,
     RunRecord,
@@ -83,6 +84,14 @@ class Ledger:
     def fires(self) -> list[FireRecord]:
         """Ascending by step."""
         return self._read_all(keys.fires(self.run_id), FireRecord)
+
+    def write_fire_request(self, request: FireRequest) -> bool:
+        return self._create(keys.fire_request(self.run_id, request.step), request)
+
+    def fire_requests(self) -> list[int]:
+        """Steps of the fires asked for between the regular ones, ascending."""
+        names = (name.removesuffix(".json") for name in self.store.children(keys.fire_requests(self.run_id)))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def write_event(self, record: EventRecord) -> None:
         """Never conflicts: the name sorts by time and ends in random digits."""

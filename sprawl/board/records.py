@@ -85,6 +85,34 @@ class StepFeed(BaseModel):
     queue_seconds_max: float = Field(description="The same, longest.")
 
 
+class ControlRecord(BaseModel):
+    """What the drift controller made a step do, and all that its next decision needs to know of the past.
+
+    It stands in the step's record and in the manifest of its version: a resumed run replays what was done, and decides
+    the next step from the same facts. The defaults are a step as configured.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    level: int = Field(0, description="0: as configured; 1 to 4: see `sprawl.control.levels`.")
+    since: int = Field(0, description="First step of this level.")
+    quiet: int = Field(0, description="Quiet steps in a row under it.")
+    eased: bool = Field(False, description="The last move was downwards.")
+    relapses: int = Field(0, description="How often a move downwards had to be taken back.")
+    best_reward: float | None = Field(None, description="Highest 10-step mean of the reward so far.")
+    best_step: int | None = Field(None, description="Last of those ten steps.")
+    entropy: float | None = Field(None, description="nats/token through the codec, median of the first ten steps.")
+    sign_strength: float = Field(1.0, description="Share of the configured weight of sign(M) in this step's gradient.")
+    lr_scale: float = Field(1.0, description="Factor on optimizer.lr.")
+    dense: bool = Field(False, description="The step was made a dense one.")
+    probe: bool = Field(False, description="The dense view was probed, due or not.")
+    fire: int | None = Field(None, description="Step of a fire between the regular ones that this step asked for.")
+    symptoms: dict[str, str] = Field(
+        default_factory=dict, description="Kind -> what was seen, of those at their limit."
+    )
+    verdict: str | None = Field(None, description="Why the run was stopped before this step.")
+
+
 class StepRecord(Record):
     """metrics/steps/<step>: one optimizer step. `step` counts from 1; step t turns version t-1 into version t."""
 
@@ -135,6 +163,7 @@ class StepRecord(Record):
     kind: Literal["keyframe", "delta"] = "delta"
     seconds: dict[str, float] = Field(description="Wall seconds per phase: rollout_wait, train, publish, ...; total.")
     islands: dict[str, int] = Field(default_factory=dict, description="Groups sampled by each island.")
+    control: ControlRecord | None = Field(None, description="None without the drift controller.")
 
 
 class EvaluationRecord(Record):
@@ -154,7 +183,9 @@ class FireRecord(Record):
     """anchor/fires/<step>: commit record of one anchor fire."""
 
     step: int = Field(description="The optimizer step at which the fire was due (a multiple of c, if scheduled).")
-    kind: Literal["scheduled", "extra"] = Field("scheduled", description="extra: brought forward by a controller.")
+    kind: Literal["scheduled", "extra"] = Field(
+        "scheduled", description="extra: brought forward by the drift controller."
+    )
     newest_step: int = Field(description="Step of the newest weights used; must be <= step - K.")
     checkpoints: list[int] = Field(description="Checkpoint steps used, newest first.")
     checkpoint_bytes: int = Field(0, description="Bytes of masters read from the board for it.")
@@ -185,11 +216,20 @@ class FireRecord(Record):
     finished_at: float
 
 
+class FireRequest(Record):
+    """anchor/requests/<step>: a fire between the regular ones. It is there before version `step` is committed."""
+
+    step: int = Field(description="When the fire is due: checkpoints exist at this distance, c does not divide it.")
+    requested_at: int = Field(description="The step that asked for it.")
+    reason: str
+
+
 class EventRecord(Record):
     """metrics/events/<name>: start, resume, island lost, violation ..."""
 
     kind: str = Field(
-        description="start, resume, finish, island_lost, anchor_lost, island_report, client_report, verify, violation"
+        description="start, resume, finish, island_lost, anchor_lost, island_report, client_report, verify, violation, "
+        "control, verdict"
     )
     at: float
     step: int

@@ -28,6 +28,22 @@ def fires_counted(data: RunData, finished: bool) -> Found:
         extra = len(data.fires) - len(scheduled)
         apart = f" (and {extra} extra)" if extra else ""
         found.append(f"{len(scheduled)} fires{apart}, expected floor({data.last_step}/{every}) = {expected}")
+    return found + _brought_forward(data, every)
+
+
+def _brought_forward(data: RunData, every: int) -> list[str]:
+    """Fires between the regular ones are the drift controller's, and a step asked for each."""
+    extra = [record.step for record in data.fires if record.kind == "extra"]
+    found = []
+    if extra and not data.setting("control.enabled", False):
+        found.append(f"fires between the regular ones although control.enabled is false: {numbers(extra)}")
+    if regular := [step for step in extra if step % every == 0]:
+        found.append(f"regular fires recorded as brought forward: {numbers(regular)}")
+    # A killed run may have asked in a step that was never committed; its request stands all the same.
+    asked = {record.control.fire for record in data.steps if record.control is not None}
+    resumed = any(event.kind == "resume" for event in data.events)
+    if not resumed and (unasked := [step for step in extra if step not in asked and step <= data.last_step]):
+        found.append(f"fires brought forward that no step asked for: {numbers(unasked)}")
     return found
 
 

@@ -15,6 +15,7 @@ import yaml
 from sprawl.board.ledger import is_live
 from sprawl.errors import SprawlError
 from sprawl.report import text
+from sprawl.report.control import spells, verdicts
 from sprawl.report.data import RunData, load_roots, load_run
 from sprawl.report.live import live_markdown
 from sprawl.report.numbers import ratio, wilson
@@ -106,6 +107,8 @@ def render_page(
         roots={0: data.run.base_digest, **roots},
         islands=_island_rows(data, now),
         first_use=_first_use(data),
+        spells=spells(data),
+        verdicts=verdicts(data),
         config=yaml.safe_dump(data.run.config, sort_keys=False),
         wilson=wilson,
         ratio=ratio,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sprawl.report.control import controlled, draw_control
 from sprawl.report.data import RunData
 from sprawl.report.learning import draw_entropy, draw_grad_norm, draw_kl, draw_mismatch, draw_reward, draw_sign
 from sprawl.report.stream import draw_stream, streamed
@@ -76,6 +77,13 @@ FIGURES = (
         "Healthy: at or above chance, highest just after a fire. Well below it M points away from the gradient.",
         draw_sign,
         lambda data: any(record.sign_agreement is not None for record in data.steps),
+    ),
+    FigureSpec(
+        "control",
+        "Healthy: no shading, both lines at 1. Shaded: the controller's level. Ticks below: fires, those in between "
+        "brought forward; above: dense steps.",
+        draw_control,
+        controlled,
     ),
     FigureSpec(
         "wires",

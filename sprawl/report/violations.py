@@ -137,7 +137,11 @@ def run_checks(data: RunData, finished: bool | None = None) -> list[CheckResult]
         Check("ratio", f"|PPO ratio - 1| <= {RATIO_TOLERANCE:g} on the first inner epoch", _ratio_is_one),
         Check("staleness", "no rollout is older than rollout.max_staleness versions", _staleness_bounded),
         Check("stream", "a group of the stream is trained once", _trained_once),
-        Check("fires", "scheduled fires = floor(steps / c)", lambda data: fires_counted(data, done)),
+        Check(
+            "fires",
+            "fires = floor(steps / c), not counting those the drift controller brought forward",
+            lambda data: fires_counted(data, done),
+        ),
         Check("anchor lag", "the anchor never sees weights newer than t-K", anchor_lag),
         Check(
             "anchor optimizer", "the anchor steps no optimizer and leaves its weights as they are", anchor_never_steps

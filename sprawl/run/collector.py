@@ -118,7 +118,7 @@ class Collector:
         """
         if step not in self._pending:
             before = self._pending.get(step - 1) if self.config.deterministic else None
-            self._pending[step] = asyncio.run_coroutine_threadsafe(self._collect(step, before), self._loop)
+            self._pending[step] = asyncio.run_coroutine_threadsafe(self._collect_after(before, step), self._loop)
 
     def wait(self, step: int, idle: Callable[[], None] = lambda: None) -> Collected:
         """The batch of a step, once it is on the board; `idle` is called meanwhile, twice a second.
@@ -167,9 +167,12 @@ class Collector:
     async def _shut(self) -> None:
         await self.client.close()
 
-    async def _collect(self, step: int, before: Future[Collected] | None) -> Collected:
+    async def _collect_after(self, before: Future[Collected] | None, step: int) -> Collected:
         if before is not None:
             await asyncio.wrap_future(before)
+        return await self._collect(step)
+
+    async def _collect(self, step: int) -> Collected:
         started = time.perf_counter()
         try:
             return Collected(self.load(step), True, time.perf_counter() - started)

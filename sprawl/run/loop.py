@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sprawl.errors import SprawlError
+from sprawl.errors import SprawlError, Verdict
 from sprawl.report.page import write_report
 from sprawl.run.options import RunOptions
 from sprawl.run.receipts import FinishReceipt
@@ -18,7 +18,8 @@ INTERRUPTED = 130
 def run_plain(options: RunOptions, progress: Progress) -> int:
     """Run to the end. Returns the exit code: 0, 1 when the run finished with violations, 130 after Ctrl-C or SIGTERM.
 
-    However it ends, everything that was started has been stopped. Raises SprawlError as the session does.
+    However it ends, everything that was started has been stopped. Raises SprawlError as the session does; after a
+    Verdict of the drift controller the report is there, and the run is not worth resuming.
     """
     session = RunSession.open(options)
     try:
@@ -28,6 +29,11 @@ def run_plain(options: RunOptions, progress: Progress) -> int:
         session.close()
         progress.note(f"interrupted; what was committed is on the board\n{how_to_resume(options, session)}")
         return INTERRUPTED
+    except Verdict:
+        session.close()
+        report = write_report(session.store, session.run_id, Path("reports") / session.run_id)
+        progress.note(f"stopped by its drift controller; report: {report.index}")
+        raise
     except SprawlError:
         session.close()
         progress.note(how_to_resume(options, session))

@@ -27,6 +27,7 @@ from sprawl.run.stage_share import StageShare
 from sprawl.run.trainers import published_root
 from sprawl.train.checkpoint import Shard, commit_checkpoint
 from sprawl.train.runtime.control import Message
+from sprawl.train.steering import Steering
 from sprawl.train.trainer import StepStats
 
 T = TypeVar("T")
@@ -80,9 +81,13 @@ class MultiProcess:
             signer=signer,
         )
 
-    def train(self, step: int, batch: RolloutBatch, signs: SignMaps) -> StepStats:
-        command = {"do": "train", "step": step, "fire": signs.fire}
-        return self._everywhere(command, f"train step {step}", lambda: self._share.train(step, batch, signs))[0]
+    def train(self, step: int, batch: RolloutBatch, signs: SignMaps, steering: Steering) -> StepStats:
+        command = {"do": "train", "step": step, "fire": signs.fire, "steering": steering.as_dict()}
+
+        def mine() -> StepStats:
+            return self._share.train(step, batch, signs, steering)
+
+        return self._everywhere(command, f"train step {step}", mine)[0]
 
     def publish(self, version: int, extra: Mapping[str, Any]) -> PublishReceipt:
         command = {"do": "publish", "version": version}

@@ -39,6 +39,7 @@ from sprawl.report.violations import find_violations
 from sprawl.rollout.trajectories import RolloutBatch, load_batch
 from sprawl.run.base_model import BaseModel
 from sprawl.run.collector import Collected, Collector
+from sprawl.run.controller import Controller
 from sprawl.run.crew import Crew
 from sprawl.run.fleet import Fleet, FleetContext, open_fleet
 from sprawl.run.launch import launched_processes
@@ -150,8 +151,10 @@ class RunSession:
         if head is None:
             self.trainer.publish(0, {})
             head = 0
+        self.control = Controller(self.config, self.ledger, self._event)
         shapes = {name: tuple(tensor.shape) for name, tensor in base.weights.items()}
         self.signs = SignMaps(self.store, self.ledger, self.config.anchor, shapes, f"see {self.log_dir}/anchor.log")
+        self.signs.requested = self.control.requested
         self._checkpoint(0)
         self._parameters = record.parameters
         del base
@@ -209,7 +212,8 @@ class RunSession:
     def train(self, step: int) -> TrainReceipt:
         """Compute optimizer step `step`. Exactly once: a repeated call returns without touching the weights.
 
-        Raises Diverged after `optimizer.max_bad_steps` refused steps in a row, SprawlError when steps are skipped.
+        Raises Diverged after `optimizer.max_bad_steps` refused steps in a row, Verdict when the drift controller stops
+        the run before this step, SprawlError when steps are skipped.
         """
         started = time.perf_counter()
         if step <= self._trained:
@@ -221,9 +225,10 @@ class RunSession:
             batch = self._batch = self._wait_for_batch(step).batch
         self._sign_bytes = self.signs.take(step, self.crew.replace_lost)
         self._seconds["anchor_wait"] = time.perf_counter() - started
+        steering = self.control.decide(step, self.signs.fire)
         self._sampler.run_ahead(step)
         computed = time.perf_counter()
-        self._stats = self.trainer.train(step, batch, self.signs)
+        self._stats = self.trainer.train(step, batch, self.signs, steering)
         self._trained = step
         self._seconds["train"] = time.perf_counter() - computed
         self._bad_steps = 0 if self._stats.applied else self._bad_steps + 1
@@ -240,13 +245,15 @@ class RunSession:
         if step != self._trained or self._stats is None or self._batch is None:
             raise SprawlError(f"step {step} has not been trained: nothing to publish")
         started = time.perf_counter()
-        receipt = self.trainer.publish(step, {"sign_fire": self.signs.fire})
+        receipt = self.trainer.publish(step, {"sign_fire": self.signs.fire, **self.control.extra()})
         self._seconds["publish"] = time.perf_counter() - started
         started = time.perf_counter()
         self._checkpoint(step)
         self._seconds["checkpoint"] = time.perf_counter() - started
         self._seconds["total"] = time.perf_counter() - self._step_started
-        self.ledger.write_step(self._record(step, self._batch, self._stats, receipt))
+        record = self._record(step, self._batch, self._stats, receipt)
+        self.ledger.write_step(record)
+        self.control.observe(record)
         self._step_started = time.perf_counter()
         self.head_step = step
         self._seconds = {}
@@ -343,7 +350,9 @@ class RunSession:
         threads), the run goes on from the replayed masters; the next delta is still made against the published
         state, and the ledger says that it happened.
         """
-        start = max(step for step in self.ledger.checkpoints() if step <= head)
+        # A checkpoint whose step has no record yet (killed in between) is not the start: its step is measured again.
+        checkpoints = [step for step in self.ledger.checkpoints() if step <= head]
+        start = max(step for step in checkpoints if step == 0 or self.ledger.step(step) is not None)
         if start:
             self.trainer.restore(start)
         self._trained = self.head_step = start
@@ -354,7 +363,8 @@ class RunSession:
             self._sign_bytes = self.signs.use(manifest.extra.get("sign_fire"))
             began = time.perf_counter()
             batch = load_batch(self.store, self.run_id, step)
-            self._batch, self._stats = batch, self.trainer.train(step, batch, self.signs)
+            steering = self.control.replay(manifest.extra)
+            self._batch, self._stats = batch, self.trainer.train(step, batch, self.signs, steering)
             self._trained = self.head_step = step
             self._seconds = {"train": time.perf_counter() - began, "total": time.perf_counter() - began}
             self._checkpoint(step)
@@ -366,6 +376,8 @@ class RunSession:
             # Killed between the commit and its ledger record: the replay has just measured the same step again.
             self.ledger.write_step(self._record(head, self._batch, self._stats, self._published_receipt(head)))
         self._seconds = {}
+        if head > 0 and (manifest := self.reader.manifest(head)) is not None:
+            self.control.recall(head, manifest.extra)
         return head - start
 
     def _published_receipt(self, version: int) -> PublishReceipt:
@@ -413,7 +425,8 @@ class RunSession:
         if step % self.config.checkpoint.every and step != self.config.steps:
             return
         self.trainer.checkpoint(step)
-        needed = self.signs.checkpoints_needed(self.config.steps)
+        grid = self.config.checkpoint.every if self.config.control.enabled else self.config.anchor.every
+        needed = self.signs.checkpoints_needed(self.config.steps, grid)
         bases = partial(bases_of, self.ledger)
         for old in surplus(self.ledger.checkpoints(), self.config.checkpoint.keep, needed, bases):
             delete_checkpoint(self.store, self.run_id, old)
@@ -443,6 +456,7 @@ class RunSession:
             sign_bytes=self._sign_bytes,
             basis_bytes=self.signs.basis_bytes if self._sign_bytes else 0,
             seconds=self._seconds,
+            control=self.control.record,
         )
 
     def _event(self, kind: str, message: str, data: dict[str, Any] | None = None, step: int | None = None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from sprawl.anchor.forecast import checkpoints_needed
+from sprawl.anchor.schedule import fires_before, open_fires
 from sprawl.anchor.service import read_bases, read_sign_map
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store
@@ -42,6 +43,7 @@ class SignMaps:
         self._next_fire = config.every  # no fire before it is missing
         self.bases: dict[int, torch.Tensor] | None = None  # of the same fire, with the subspace codec
         self.basis_bytes = 0
+        self.requested: Collection[int] = ()  # fires asked for between the regular ones
 
     def take(self, step: int, idle: Callable[[], None]) -> int:
         """Pick up the newest sign map that optimizer step `step` may use; returns the bytes received, 0 without news.
@@ -49,13 +51,12 @@ class SignMaps:
         In blocking mode a due fire is waited for (`idle` is called meanwhile); otherwise what is there is taken.
         Raises SprawlError when a fire does not come within `anchor.timeout_s`.
         """
-        every = self._config.every
-        due = (step - 1) // every * every
-        if not self._config.enabled or due == 0 or self.fire == due:
+        news = fires_before(step, self.requested, self._config.every, self.fire or 0)
+        if not self._config.enabled or not news:
             return 0
         if self._config.blocking:
-            self.wait_for(due, idle)
-        for fire in range(due, self.fire or 0, -every):
+            self.wait_for(news[0], idle)
+        for fire in news:
             if self._ledger.fire(fire) is not None:
                 return self.use(fire)
         return 0
@@ -82,13 +83,14 @@ class SignMaps:
         self.fire = fire
         return record.bytes
 
-    def checkpoints_needed(self, steps: int) -> set[int]:
-        """Steps of the checkpoints that the anchor still reads for a run of so many steps."""
+    def checkpoints_needed(self, steps: int, grid: int) -> set[int]:
+        """Steps of the checkpoints that the anchor still reads for a run of so many steps; `grid`: see
+        `sprawl.anchor.schedule.open_fires`."""
         if not self._config.enabled:
             return set()
         while self._ledger.fire(self._next_fire) is not None:
             self._next_fire += self._config.every
-        return checkpoints_needed(self._next_fire, steps, self._config)
+        return checkpoints_needed(open_fires(self._next_fire, steps, self._config.every, grid), self._config)
 
     def wait_for(self, fire: int, idle: Callable[[], None]) -> None:
         """Until the fire due at step `fire` is committed."""

@@ -24,6 +24,7 @@ from sprawl.run.launch import follow
 from sprawl.run.signs import SignMaps
 from sprawl.run.stage_share import StageShare
 from sprawl.train.runtime.control import Message
+from sprawl.train.steering import Steering
 
 
 class StageServer:
@@ -48,7 +49,7 @@ class StageServer:
         if what == "train":
             self._signs.use(command["fire"])
             batch = load_batch(self._store, self._ledger.run_id, command["step"])
-            self._share.train(command["step"], batch, self._signs)
+            self._share.train(command["step"], batch, self._signs, Steering(**command["steering"]))
         elif what == "publish":
             part = self._share.write_part(command["version"])
             return {"part": None if part is None else part.model_dump_json()}

@@ -19,6 +19,7 @@ from sprawl.train.checkpoint import Shard, restore, write_shard
 from sprawl.train.masters import DeltaPlan
 from sprawl.train.runtime.build import stage_trainer
 from sprawl.train.runtime.mesh import Mesh
+from sprawl.train.steering import Steering
 from sprawl.train.trainer import StepStats
 
 
@@ -45,9 +46,9 @@ class StageShare:
     def writes(self) -> bool:
         return self._mesh.replica == 0
 
-    def train(self, step: int, batch: RolloutBatch, signs: SignMaps) -> StepStats:
+    def train(self, step: int, batch: RolloutBatch, signs: SignMaps, steering: Steering) -> StepStats:
         self.trainer.use_bases(signs.bases)
-        return self.trainer.step(step, batch, signs.signs)
+        return self.trainer.step(step, batch, signs.signs, steering)
 
     def write_part(self, version: int) -> Part | None:
         """This process's blobs of a version, on the board and not yet committed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 
-from sprawl.board.records import StepFeed, StepRecord, Views, Wire
+from sprawl.board.records import ControlRecord, StepFeed, StepRecord, Views, Wire
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.run.receipts import PublishReceipt
 from sprawl.train.trainer import StepStats
@@ -24,6 +24,7 @@ def step_record(
     sign_bytes: int,
     basis_bytes: int,
     seconds: dict[str, float],
+    control: ControlRecord | None,
 ) -> StepRecord:
     """The record of optimizer step `step`. `sign_fire`: the fire whose sign map was in force, `sign_weights`: the step
     of the newest weights that fire used. `sign_bytes`: size of the sign map that arrived for the step, 0 when none did;
@@ -73,4 +74,5 @@ def step_record(
         kind="keyframe" if receipt.kind == "keyframe" else "delta",
         seconds={name: round(value, 6) for name, value in seconds.items()},
         islands={name: batch.islands.count(name) for name in sorted(set(batch.islands))},
+        control=control,
     )

@@ -57,6 +57,8 @@ class Progress:
         marks = " [cyan]keyframe[/cyan]" if record.kind == "keyframe" else ""
         if record.sign.sent:
             marks += f" [magenta]anchor fire {record.sign_fire}[/magenta]"
+        if record.control is not None and record.control.level:
+            marks += f" [yellow]control level {record.control.level}[/yellow]"
         if not record.applied:
             marks += " [red]refused: gradient not finite[/red]"
         left = (self._steps - record.step) * sum(r.seconds.get("total", 0.0) for r in self._recent) / len(self._recent)

@@ -24,13 +24,14 @@ from sprawl.run.signs import SignMaps
 from sprawl.train.chains import MastersWriter
 from sprawl.train.checkpoint import restore, save_checkpoint
 from sprawl.train.masters import DeltaPlan
+from sprawl.train.steering import Steering
 from sprawl.train.trainer import StepStats, Trainer
 
 
 class RunTrainer(Protocol):
     """Trains, publishes and checkpoints one run. Weights live behind it, in one process or in many."""
 
-    def train(self, step: int, batch: RolloutBatch, signs: SignMaps) -> StepStats:
+    def train(self, step: int, batch: RolloutBatch, signs: SignMaps, steering: Steering) -> StepStats:
         """As `sprawl.train.trainer.Trainer.step`, corrected by the sign map in force."""
 
     def publish(self, version: int, extra: Mapping[str, Any]) -> PublishReceipt:
@@ -98,9 +99,9 @@ class SingleProcess:
             signer=signer,
         )
 
-    def train(self, step: int, batch: RolloutBatch, signs: SignMaps) -> StepStats:
+    def train(self, step: int, batch: RolloutBatch, signs: SignMaps, steering: Steering) -> StepStats:
         self._trainer.use_bases(signs.bases)
-        return self._trainer.step(step, batch, signs.signs)
+        return self._trainer.step(step, batch, signs.signs, steering)
 
     def publish(self, version: int, extra: Mapping[str, Any]) -> PublishReceipt:
         return self._publisher.publish(version, version, self._served(), extra=dict(extra))

@@ -79,6 +79,13 @@ def _adamw(parameters: object, settings: OptimizerConfig) -> torch.optim.AdamW:
     )
 
 
+def scale_learning_rate(optimizer: RunOptimizer, lr: float, factor: float) -> None:
+    """From the next step on every part steps at `lr` x `factor`; a factor of 1 is `lr` bit for bit."""
+    for part in optimizer.parts if isinstance(optimizer, MuonAdamW) else (optimizer,):
+        for group in part.param_groups:
+            group["lr"] = lr * factor
+
+
 def optimizer_tensors(model: nn.Module, optimizer: RunOptimizer) -> dict[str, Tensor]:
     """All of the optimizer's state as `<key>:<parameter name>` -> tensor; empty before the first step.
 

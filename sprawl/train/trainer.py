@@ -21,11 +21,12 @@ from sprawl.train import grpo
 from sprawl.train.codecs import BoundaryCodec, DenseCodec, SubspaceCodec, WireCounter, make_codec
 from sprawl.train.correction import Agreement, correct_gradient
 from sprawl.train.losses.objective import Targets, make_targets, microbatch_loss
-from sprawl.train.optimizer import RunOptimizer, build_optimizer
+from sprawl.train.optimizer import RunOptimizer, build_optimizer, scale_learning_rate
 from sprawl.train.passes import Alone, Crossing, Fabric, LocalPasses, Passes, Which
 from sprawl.train.pipeline import StagedPolicy, TokenStats
 from sprawl.train.plan import Microbatch, check_lengths, check_shares, cut, plan_updates
 from sprawl.train.probe import GradientProbe, ViewProbe, compare_gradients, probe_views, take_gradients
+from sprawl.train.steering import AS_CONFIGURED, Steering
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,14 @@ class Trainer:
         if isinstance(self.codec, SubspaceCodec):
             self.codec.use(bases)
 
-    def dense_step(self, step: int) -> bool:
+    def dense_step(self, step: int, steering: Steering) -> bool:
         """Whether every pass of the step runs through dense boundaries."""
-        every = self.config.boundary.dense_every
-        return self.config.boundary.codec == "dense" or (every > 0 and step % every == 0)
+        config = self.config.boundary
+        return steering.dense or config.codec == "dense" or (config.dense_every > 0 and step % config.dense_every == 0)
 
-    def step(self, step: int, batch: RolloutBatch, signs: Mapping[str, Tensor] | None) -> StepStats:
+    def step(
+        self, step: int, batch: RolloutBatch, signs: Mapping[str, Tensor] | None, steering: Steering = AS_CONFIGURED
+    ) -> StepStats:
         """Train on one batch: `epochs` x `minibatches` optimizer updates. All passes of the iteration (old, update,
         reference) use the masks of `step`.
 
@@ -107,14 +110,15 @@ class Trainer:
         limit = self.decoder.arch.max_positions
         check_lengths(batch, torch.arange(batch.samples), lengths, limit, "the model's max_position_embeddings")
         self.codec.begin(step)
-        codec = DenseCodec() if self.dense_step(step) else self.codec
+        scale_learning_rate(self.optimizer, self.config.optimizer.lr, steering.lr_scale)
+        codec = DenseCodec() if self.dense_step(step, steering) else self.codec
         crossing = Crossing(codec, step, self.config.rollout.temperature, WireCounter())
         probing = replace(crossing, wire=WireCounter())
         targets = make_targets(batch, self.config)
         updates = self.plan(batch)
         check_shares(min(len(update) for update in updates), self.fabric.replicas)
         shares = [update[self.fabric.replica :: self.fabric.replicas] for update in updates]
-        views = self._probe_views(batch, probing)
+        views = self._probe_views(batch, probing, wanted=steering.probe)
         weights = [targets.weights(torch.cat([micro.rows for micro in update]), self.config) for update in updates]
         dense = self._dense_gradient(batch, shares[0], targets, weights[0], probing)
         if config.epochs * len(updates) > 1:
@@ -127,7 +131,7 @@ class Trainer:
             probe = None
             if dense is not None and number == 0:
                 probe = compare_gradients(self._gradients(), dense, self.fabric)
-            applied.add(self._apply(signs, probe))
+            applied.add(self._apply(signs, probe, steering.blend(self.config.anchor.blend)))
             if not applied.ok:
                 break
         self.fabric.sum_codec(self.codec)
@@ -149,7 +153,7 @@ class Trainer:
             sign_agreement=applied.agreement,
             wire=crossing.wire,
             gradient=applied.views,
-            dense_step=self.dense_step(step),
+            dense_step=isinstance(codec, DenseCodec),
             updates=applied.count,
             off_policy_cut=None if config.off_policy.kind == "none" else totals.corrected / (tokens * config.epochs),
             probe_bytes=probing.wire.sent,
@@ -224,7 +228,7 @@ class Trainer:
     ) -> dict[str, Tensor] | None:
         """What the update's gradient would be without a codec; None unless a gradient probe is due."""
         every, step = self.config.probe.gradient_every, crossing.step
-        if not every or self.dense_step(step) or (step != 1 and step % every):
+        if not every or isinstance(crossing.codec, DenseCodec) or (step != 1 and step % every):
             return None
         self._backward(batch, share, targets, weights, replace(crossing, codec=DenseCodec()), forget=False)
         return take_gradients(dict(self.decoder.named_parameters()))
@@ -232,7 +236,7 @@ class Trainer:
     def _gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.decoder.named_parameters() if p.grad is not None}
 
-    def _apply(self, signs: Mapping[str, Tensor] | None, probe: GradientProbe | None) -> _Applied:
+    def _apply(self, signs: Mapping[str, Tensor] | None, probe: GradientProbe | None, blend: float) -> _Applied:
         """Clip, correct, step."""
         gradients = self._gradients()
         norm = self._norm(gradients)
@@ -242,7 +246,7 @@ class Trainer:
         torch.nn.utils.clip_grads_with_norm_(
             self.decoder.parameters(), self.config.optimizer.clip_norm, torch.tensor(norm)
         )
-        agreement = None if signs is None else self._correct(gradients, signs)
+        agreement = None if signs is None else self._correct(gradients, signs, blend)
         views = None if probe is None else probe.views(gradients, signs)
         self.optimizer.step()
         return _Applied(1, norm, True, agreement, views)
@@ -256,24 +260,24 @@ class Trainer:
                 norms[place] = torch.linalg.vector_norm(gradients[name])
         return float(torch.linalg.vector_norm(self.fabric.add(norms).float()))
 
-    def _correct(self, gradients: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> float:
+    def _correct(self, gradients: Mapping[str, Tensor], signs: Mapping[str, Tensor], blend: float) -> float:
         """The anchor's signs into the gradients; returns the share of elements that had them already."""
         sums = torch.zeros(2, dtype=torch.float64)
         for name, gradient in gradients.items():
             if name in signs:
-                part = correct_gradient(gradient, signs[name], self.config.anchor.blend)
+                part = correct_gradient(gradient, signs[name], blend)
                 if self.fabric.counts(name):
                     sums += torch.tensor([part.agreeing, part.nonzero], dtype=torch.float64)
         agreeing, nonzero = self.fabric.add(sums).tolist()
         return Agreement(int(agreeing), int(nonzero)).share
 
-    def _probe_views(self, batch: RolloutBatch, crossing: Crossing) -> ViewProbe:
+    def _probe_views(self, batch: RolloutBatch, crossing: Crossing, *, wanted: bool) -> ViewProbe:
         """KL to the reference through the codec on every step, and everything without it on probe steps.
 
         Reads the first rows of the batch only: the reference passes are for the reader, not for the gradient. Their
         bytes are counted apart for the same reason. One replica does it for all.
         """
-        dense = crossing.step == 1 or crossing.step % self.config.probe.every == 0
+        dense = wanted or crossing.step == 1 or crossing.step % self.config.probe.every == 0
         if self.fabric.replica == 0:
             probed = cut(batch, torch.arange(min(batch.samples, self.config.probe.rows)), self.config.grpo)
             sampler = [batch.flat_logprobs(micro.rows) for micro in probed]

@@ -35,8 +35,16 @@ SETTINGS = [
 ]
 
 
+# The drift controller, with limits that make it act from the first steps on: all that it does is replayed too.
+ACTING = (
+    "control.enabled=true",
+    "control.speed=1e-5",
+    "control.patience=1",
+    "control.dense_every=3",
+    "control.stop_after=0",
+)
 CODECS = {
-    "prf": ("boundary.codec=prf",),
+    "prf": ("boundary.codec=prf", *ACTING),
     "quantized-prf": ("boundary.codec=quantized-prf", "boundary.dense_every=5", "probe.gradient_every=3"),
     "subspace": ("boundary.codec=subspace", "grpo.minibatches=2", "grpo.epochs=2", "grpo.refill_rounds=1"),
 }
@@ -88,8 +96,18 @@ def test_killed_run_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path, co
     assert root_digests(board, "killed") == calm
     ledger = Ledger(store, "killed")
     assert [record.step for record in ledger.steps()] == list(range(1, STEPS + 1))
-    assert [record.step for record in ledger.fires()] == [4, 8, 12]
+    assert [record.step for record in ledger.fires() if record.kind == "scheduled"] == [4, 8, 12]
     assert all(record.newest_step <= record.step - 4 for record in ledger.fires())
+    assert [record.control for record in ledger.steps()] == [record.control for record in Ledger(store, "calm").steps()]
+    acted = [record.control for record in ledger.steps() if record.control is not None and record.control.level]
+    if "control.enabled=true" in more:
+        assert [record.step for record in ledger.fires() if record.kind == "extra"] == [6, 10]
+        assert [record.sign_fire for record in ledger.steps()] == [None] * 4 + [4, 4, 6, 6, 8, 8, 10, 10]
+        assert {control.lr_scale for control in acted} >= {0.5, 0.25, 0.125}
+        assert any(control.dense for control in acted)
+    else:
+        assert not acted
+        assert not any(record.kind == "extra" for record in ledger.fires())
     assert [record.version for record in ledger.evaluations()] == [0, 6, 12]
     assert verify_board(store, "killed").problems == []
     assert sum(event.kind == "resume" for event in ledger.events()) == 2

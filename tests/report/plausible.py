@@ -7,6 +7,7 @@ from typing import Any
 
 from sprawl.board.ledger import Ledger
 from sprawl.board.records import (
+    ControlRecord,
     EvaluationRecord,
     EventRecord,
     FireRecord,
@@ -213,6 +214,28 @@ def make_run(arm: str = "prf", steps: int = 100, run_id: str = "tiny-0001", seed
         [make_fire(step) for step in range(20, steps + 1, 20)] if anchored else [],
         events,
         [make_island("island-0"), make_island("island-1", state="draining")],
+    )
+
+
+def with_control(data: RunData) -> RunData:
+    """The run as if its drift controller had acted on steps 30 to 39 and asked for a fire at step 50."""
+
+    def control(step: int) -> ControlRecord:
+        if not 30 <= step < 40:
+            return ControlRecord(since=40 if step >= 40 else 0, eased=step >= 40)
+        symptoms = {"speed": "the dense view moves 0.05 nats/token a version (step 29)"}
+        return ControlRecord(
+            level=2, since=30, lr_scale=0.5, sign_strength=0.4, dense=step == 35, fire=50, symptoms=symptoms
+        )
+
+    config = data.run.config | {"control": data.run.config["control"] | {"enabled": True}}
+    return RunData.of(
+        data.run.model_copy(update={"config": config}),
+        [record.model_copy(update={"control": control(record.step)}) for record in data.steps],
+        data.evaluations,
+        [*data.fires, *([make_fire(50, kind="extra")] if data.last_step >= 50 else [])],
+        data.events,
+        data.islands,
     )
 
 

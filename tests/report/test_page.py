@@ -14,7 +14,7 @@ from sprawl.report.page import render_page, write_files, write_report
 from sprawl.report.plots import FIGURES, available, overview
 from sprawl.report.style import figure_bytes
 from sprawl.report.summary import summarise_data
-from tests.report.plausible import T0, make_event, make_island, make_run, make_run_record, make_step, put
+from tests.report.plausible import T0, make_event, make_island, make_run, make_run_record, make_step, put, with_control
 
 PNG, DATA_URI = b"\x89PNG\r\n\x1a\n", re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
 
@@ -31,7 +31,7 @@ def render(data, now=T0 + 1e6):
 
 @pytest.mark.parametrize("spec", FIGURES, ids=lambda spec: spec.name)
 def test_every_figure_draws_for_a_full_run(spec):
-    data = make_run(steps=40)
+    data = with_control(make_run(steps=40))
     assert spec in available(data)
     png = figure_bytes(spec.figure(data), dpi=60)
     assert png.startswith(PNG)
@@ -169,3 +169,18 @@ def test_command_defaults_and_comparison(board, tmp_path, monkeypatch):
     assert (out / "comparison.png").read_bytes().startswith(PNG)
     assert [row["label"] for row in json.loads((out / "comparison.json").read_text())] == ["prf + anchor", "dense"]
     assert "reports/newer/index.html" in result.stdout
+
+
+def test_page_says_what_the_controller_did_and_its_verdict():
+    data = with_control(make_run("prf", steps=60))
+    stopped = RunData.of(data.run, data.steps, (), data.fires, [make_event("verdict", 60, "stopped before step 61")])
+    page = render(stopped)
+    assert "Drift controller" in page
+    assert "30 – 39" in page
+    assert "the dense view moves 0.05" in page
+    assert "50 (brought forward)" in page
+    assert "stopped before step 61" in page
+    summary = summarise_data(stopped)
+    assert (summary["fires"], summary["fires_brought_forward"], summary["control_steps"]) == (3, 1, 10)
+    assert summary["verdict"] == "stopped before step 61"
+    assert "Drift controller" not in render(make_run("prf", steps=20))

@@ -7,7 +7,16 @@ import pytest
 from sprawl.board.records import Views, Wire
 from sprawl.report.data import RunData
 from sprawl.report.violations import find_violations, run_checks
-from tests.report.plausible import make_event, make_feed, make_fire, make_island, make_run, make_run_record, make_step
+from tests.report.plausible import (
+    make_event,
+    make_feed,
+    make_fire,
+    make_island,
+    make_run,
+    make_run_record,
+    make_step,
+    with_control,
+)
 
 
 def of(steps=(), fires=(), events=(), islands=(), overrides=()):
@@ -21,6 +30,12 @@ def clean_steps(count=40):
 @pytest.mark.parametrize("arm", ["prf", "no_anchor", "dense"])
 def test_clean_run_is_silent(arm):
     assert find_violations(make_run(arm)) == []
+
+
+def test_fires_that_the_controller_brought_forward_are_counted_apart():
+    data = with_control(make_run("prf", steps=60))
+    assert [record.step for record in data.fires] == [20, 40, 50, 60]
+    assert find_violations(data) == []
 
 
 def test_every_check_applies_to_a_finished_run():
@@ -85,6 +100,16 @@ CASES = {
     "uneven fire": (of(clean_steps(), [make_fire(21)]), "no multiple of c=20: 21"),
     "repeated fire": (of(clean_steps(), [make_fire(20), make_fire(20)]), "fires recorded more than once: 20"),
     "too many fires": (of(clean_steps(19), [make_fire(20)]), "1 fires, expected floor(19/20) = 0"),
+    "extra fire off": (of(clean_steps(), [make_fire(30, kind="extra")]), "although control.enabled is false: 30"),
+    "extra fire unasked": (
+        of(clean_steps(), [make_fire(30, kind="extra")], overrides=["control.enabled=true"]),
+        "that no step asked for: 30",
+    ),
+    "regular fire as extra": (
+        of(clean_steps(), [make_fire(20), make_fire(40, kind="extra")], overrides=["control.enabled=true"]),
+        "recorded as brought forward: 40",
+    ),
+    "extra fire as regular": (of(clean_steps(), [make_fire(20), make_fire(30)]), "no multiple of c=20: 30"),
     "fires off": (of(clean_steps(), [make_fire(20)], overrides=["anchor.enabled=false"]), "anchor.enabled is false"),
     "heartbeat": (of(islands=[make_island("a", versions_verified=100)]), "island a verified 100 of the 101"),
     "report": (

@@ -90,6 +90,22 @@ def test_a_missed_map_is_skipped_for_a_newer_one() -> None:
     assert maps.fire == 60
 
 
+def test_a_fire_brought_forward_is_used_and_waited_for_like_a_regular_one() -> None:
+    board = Board()
+    maps = board.maps(blocking=True)
+    for step in (20, 30):
+        board.fire(step, [1, 1, 1])
+    maps.requested = [30]
+    maps.take(30, never)
+    assert maps.fire == 20
+    maps.take(31, never)
+    assert maps.fire == 30
+    late = board.maps()
+    late.requested = [30, 50]
+    late.take(55, never)
+    assert late.fire == 30  # neither 40 nor 50 is there yet
+
+
 def test_blocking_waits_for_the_due_fire_and_watches_the_processes_meanwhile() -> None:
     board = Board()
     maps = board.maps(blocking=True)
@@ -126,13 +142,13 @@ def test_without_a_direction_nothing_is_corrected() -> None:
 def test_checkpoints_that_the_anchor_still_reads() -> None:
     board = Board()
     maps = board.maps()
-    assert maps.checkpoints_needed(60) == {0, 20, 40}
+    assert maps.checkpoints_needed(60, 20) == {0, 20, 40}
     for step in (20, 40):
         board.fire(step, [1, 1, 1])
-    assert maps.checkpoints_needed(60) == {20, 40}
+    assert maps.checkpoints_needed(60, 20) == {20, 40}
     board.fire(60, [1, 1, 1])
-    assert maps.checkpoints_needed(60) == set()
-    assert board.maps(enabled=False).checkpoints_needed(60) == set()
+    assert maps.checkpoints_needed(60, 20) == set()
+    assert board.maps(enabled=False).checkpoints_needed(60, 20) == set()
 
 
 def test_disabled_anchor_is_never_asked() -> None:
