@@ -157,7 +157,8 @@ def table(rows: list[Row]) -> str:
         lines.append(
             f"| {source} | {distance} | {len(group)} | {mean(lambda r: r.changed):.1%} | "
             f"{mean(lambda r: r.delta):.1%} | {mean(lambda r: r.xor_zstd1):.1%} | "
-            f"{mean(lambda r: r.whole_zstd3):.1%} | {mean(lambda r: r.whole_zstd1):.1%} | {speeds[0]:.0f}, {speeds[1]:.0f} |"
+            f"{mean(lambda r: r.whole_zstd3):.1%} | {mean(lambda r: r.whole_zstd1):.1%} | "
+            f"{speeds[0]:.0f}, {speeds[1]:.0f} |"
         )
     return "\n".join(lines)
 
