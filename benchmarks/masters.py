@@ -176,6 +176,7 @@ def masters(config: Path, steps: int, board: str | None, run_id: str, as_json: b
     overrides = ["probe.gradient_every=0", f"probe.every={steps + 1}", *(_QUICK if quick else [])]
     settings = load_config(config, overrides)
     found = train(settings, steps, 10)
+    measure("warm-up", (0, 0), found[0], found[10])  # compiles what is not compiled yet
     rows = [measure(settings.name, pair, found[pair[0]], found[pair[1]]) for pair in pairs(found)]
     if board is not None:
         rows += from_run(board, run_id)

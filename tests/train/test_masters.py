@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sprawl.board import keys
@@ -70,6 +70,7 @@ def test_hubs_are_what_the_anchor_reads_and_only_they_are_bases() -> None:
     assert {DeltaPlan.of(config(whole_every=1)).base(step) for step in range(0, 30, 2)} == {None}
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([1e-7, 1e-3, 10.0]))
 def test_a_delta_is_exact_to_the_bit(seed: int, share: float, push: float) -> None:
     generator = torch.Generator().manual_seed(seed)
