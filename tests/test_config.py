@@ -71,6 +71,10 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ),
         ({"deterministic": True, "anchor": {"blocking": True}}, "rollout.follow=eager needs deterministic: false"),
         ({"deterministic": True, "rollout": {"follow": "demand"}}, "needs anchor.blocking: true"),
+        ({"deterministic": True, "rollout": {"feed": "stream"}}, "rollout.feed=stream needs deterministic: false"),
+        ({"rollout": {"feed": "stream", "follow": "demand"}}, "feed=stream needs follow: eager"),
+        ({"rollout": {"in_flight": 40}}, "in_flight=40 needs feed: stream"),
+        ({"rollout": {"feed": "stream", "in_flight": 15}}, "in_flight=15 is below prompts=16"),
         ({"policy": {"base": "x", "stages": 2, "split": [1]}}, "policy.split has 1 entries but policy.stages=2"),
     ],
 )

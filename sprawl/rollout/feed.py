@@ -4,7 +4,7 @@ goes on from there."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -32,6 +32,8 @@ class FeedState:
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> FeedState:
-        """From what JSON made of it. Raises KeyError, TypeError or ValueError for anything else."""
+        """From what JSON made of it; unknown members are ignored. Raises KeyError, TypeError or ValueError for anything
+        else."""
         numbers = {name: tuple(int(number) for number in data[name]) for name in ("prompts", "under_way")}
-        return cls(**{**data, **numbers})
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known} | numbers)

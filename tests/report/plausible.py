@@ -239,6 +239,22 @@ def with_control(data: RunData) -> RunData:
     )
 
 
+def make_streamed_run() -> RunData:
+    """Three steps on a stream of rollouts."""
+    steps = [
+        make_step(
+            step,
+            staleness=step / 2,
+            staleness_max=step,
+            feed=make_feed(2 * step, 2 * step + 1, discarded=step - 1, in_flight=4 * step, queue_seconds=0.5 * step),
+            seconds={"rollout_wait": 1.0, "train": 3.0, "total": 4.0},
+        )
+        for step in (1, 2, 3)
+    ]
+    settings = ("rollout.feed=stream", "rollout.max_staleness=3")
+    return RunData.of(make_run_record(*settings, steps=3), steps)
+
+
 def put(store: Store, data: RunData) -> None:
     """Write a whole run to a board."""
     ledger = Ledger(store, data.run.run_id)

@@ -14,7 +14,17 @@ from sprawl.report.page import render_page, write_files, write_report
 from sprawl.report.plots import FIGURES, available, overview
 from sprawl.report.style import figure_bytes
 from sprawl.report.summary import summarise_data
-from tests.report.plausible import T0, make_event, make_island, make_run, make_run_record, make_step, put, with_control
+from tests.report.plausible import (
+    T0,
+    make_event,
+    make_island,
+    make_run,
+    make_run_record,
+    make_step,
+    make_streamed_run,
+    put,
+    with_control,
+)
 
 PNG, DATA_URI = b"\x89PNG\r\n\x1a\n", re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
 
@@ -31,7 +41,7 @@ def render(data, now=T0 + 1e6):
 
 @pytest.mark.parametrize("spec", FIGURES, ids=lambda spec: spec.name)
 def test_every_figure_draws_for_a_full_run(spec):
-    data = with_control(make_run(steps=40))
+    data = make_streamed_run() if spec.name == "stream" else with_control(make_run(steps=40))
     assert spec in available(data)
     png = figure_bytes(spec.figure(data), dpi=60)
     assert png.startswith(PNG)

@@ -5,31 +5,15 @@ from __future__ import annotations
 import pytest
 
 from sprawl.board.records import StepRecord
-from sprawl.report.data import RunData
 from sprawl.report.live import key_number_table
 from sprawl.report.plots import available
 from sprawl.report.style import figure_bytes
 from sprawl.report.summary import summarise_data
-from tests.report.plausible import make_feed, make_run, make_run_record, make_step
-
-
-def streamed_run() -> RunData:
-    steps = [
-        make_step(
-            step,
-            staleness=step / 2,
-            staleness_max=step,
-            feed=make_feed(2 * step, 2 * step + 1, discarded=step - 1, in_flight=4 * step, queue_seconds=0.5 * step),
-            seconds={"rollout_wait": 1.0, "train": 3.0, "total": 4.0},
-        )
-        for step in (1, 2, 3)
-    ]
-    settings = ("rollout.feed=stream", "rollout.max_staleness=3")
-    return RunData.of(make_run_record(*settings, steps=3), steps)
+from tests.report.plausible import make_run, make_step, make_streamed_run
 
 
 def test_summary_and_live_table_say_how_the_stream_fared() -> None:
-    summary = summarise_data(streamed_run())
+    summary = summarise_data(make_streamed_run())
     assert summary["stream"] == {
         "discarded": 3,
         "discarded_share": pytest.approx(3 / 9),
@@ -49,8 +33,8 @@ def test_summary_and_live_table_say_how_the_stream_fared() -> None:
 
 
 def test_the_stream_has_a_figure_where_there_is_one() -> None:
-    (spec,) = [spec for spec in available(streamed_run()) if spec.name == "stream"]
-    figure = spec.figure(streamed_run())
+    (spec,) = [spec for spec in available(make_streamed_run()) if spec.name == "stream"]
+    figure = spec.figure(make_streamed_run())
     assert figure.axes[0].get_title(loc="left").replace("\n", " ").startswith("3 of 9 groups grew too old")
     assert len(figure_bytes(figure)) > 5000
     assert "stream" not in [spec.name for spec in available(make_run("prf"))]

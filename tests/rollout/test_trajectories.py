@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from sprawl.errors import IntegrityError
+from sprawl.rollout.feed import FeedState
 from sprawl.rollout.trajectories import (
     REQUIRED,
     RolloutBatch,
@@ -104,6 +106,23 @@ def test_any_batch_round_trips(rows: list[Trajectory]) -> None:
         assert again.logprobs[number, : end - start].tolist() == list(row.logprobs)
         assert again.sampled[number, : end - start].tolist() == list(row.mask)
         assert again.spans_of(number) == list(row.spans)
+
+
+def test_the_oldest_token_of_a_group_counts_wherever_it_is() -> None:
+    """A sample that went on elsewhere may have gone back; objects without spans say what they know."""
+    back = replace(PLAIN, spans=[Span(6, 0, 1, "a"), Span(3, 1, 2, "b")], group=11)
+    batch = batch_of(8, [TURNS, back, PLAIN], ["b", "a"])
+    assert batch.oldest_versions.tolist() == [3, 4]
+    assert replace(batch, spans=None).oldest_versions.tolist() == [4, 4]
+
+
+def test_where_a_stream_stood_is_read_back_and_damage_of_it_is_found() -> None:
+    feed = FeedState((11, 12), 15, (3, 14), discarded=2, queue_seconds=0.5)
+    data = to_bytes(replace(batch_of(3, [TURNS, PLAIN], ["b", "a"]), feed=feed))
+    assert from_bytes(data, "here").feed == feed
+    assert from_bytes(data.replace(b"discarded", b"discorded"), "here").feed == replace(feed, discarded=0)
+    with pytest.raises(IntegrityError, match="here: damaged rollouts"):
+        from_bytes(data.replace(b"under_way", b"under_may"), "here")
 
 
 def old_object(batch: RolloutBatch, fmt: str = "sprawl-rollouts-1") -> bytes:

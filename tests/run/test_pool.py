@@ -141,7 +141,7 @@ def test_a_failed_request_is_repeated_first_and_the_last_steps_ask_for_no_more_t
     assert ask_all(stream) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_happens_groups_are_young_enough_and_trained_once(data: st.DataObject) -> None:
     """Islands that are slow, fast and behind, a trainer that is killed and resumed at any moment."""
@@ -153,8 +153,7 @@ def test_whatever_happens_groups_are_young_enough_and_trained_once(data: st.Data
     flying: dict[int, int] = {}  # number -> the version that its first token will have
     durable: list[FeedState] = []
     chosen: Choice[int] | None = None
-    gone: set[int] = set()  # given up for good: too old, or left out
-    published = 0
+    published = left_out = 0
     for _ in range(draw(st.integers(10, 80))):
         match draw(st.sampled_from(["ask", "finish", "finish", "fail", "take", "commit", "publish", "kill"])):
             case "ask":
@@ -182,6 +181,7 @@ def test_whatever_happens_groups_are_young_enough_and_trained_once(data: st.Data
                     assert len(chosen.groups) == wanted
             case "commit" if chosen is not None:
                 durable.append(chosen.feed)
+                left_out += chosen.dropped
                 stream.commit(chosen)
                 chosen = None
             case "publish" if published < stream.step:
@@ -197,13 +197,10 @@ def test_whatever_happens_groups_are_young_enough_and_trained_once(data: st.Data
         if durable:
             assert not set(durable[-1].under_way) & set(trained)
             gone = set(range(durable[-1].next_prompt)) - set(durable[-1].under_way) - set(trained)
-            # A number that is nowhere was given up, and every one of those was counted (and so was what a kill forgot).
-            assert not durable[-1].next_prompt or len(gone) <= sum(s.discarded for s in durable) + limits.drops * len(
-                durable
-            )
+            assert len(gone) == sum(state.discarded for state in durable) + left_out  # none passed over uncounted
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 3), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_a_trainer_that_waits_always_gets_its_batch(max_staleness, wanted, spare, random) -> None:
     """Whatever was under way before has grown too old by then: what the bound on age refuses is sampled anew."""
