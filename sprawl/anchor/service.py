@@ -53,7 +53,8 @@ class AnchorService:
 
     def next_fire(self) -> int:
         """The optimizer step of the first fire that has not happened."""
-        return next_fire(self._done(), self.ledger.fire_requests(), self.config.anchor.every)
+        requested = self.ledger.fire_requests() if self.config.control.enabled else ()
+        return next_fire(self._done(), requested, self.config.anchor.every)
 
     def _done(self) -> set[int]:
         return {record.step for record in self.ledger.fires()}
