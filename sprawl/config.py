@@ -154,8 +154,15 @@ class AnchorConfig(Section):
     replay: Literal["newest", "matching"] = Field(
         "newest", description="newest batch at forecast weights, or the batch the stale weights generated."
     )
-    forecast: Literal["secant", "stale"] = Field("secant", description="How stale weights are projected forward.")
-    strength: Annotated[float, Field(ge=0)] = Field(1.0, description="Multiplier of the secant step.")
+    forecast: Literal["secant", "window", "fit4", "stale"] = Field(
+        "secant", description="How stale weights are projected forward, see `sprawl.anchor.forecast`."
+    )
+    strength: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="How far a forecast leaves the newest weights it may see; 0 is stale."
+    )
+    window: Annotated[int, Field(ge=2)] = Field(
+        4, description="Checkpoints, c steps apart, that the baseline of forecast: window grows to."
+    )
     blocking: bool = Field(
         False, description="Wait for a due sign map before the next step; needed for bit-identical resume."
     )
@@ -172,6 +179,11 @@ class PublishConfig(Section):
 class CheckpointConfig(Section):
     every: Positive = Field(
         10, description="Master weights and optimizer state every n steps; steps between are replayed."
+    )
+    whole_every: Positive = Field(
+        8,
+        description="Master weights whole every n-th time (of the checkpoints that the anchor reads), as lossless "
+        "deltas between; 1: always.",
     )
     keep: Positive = Field(
         4, description="Checkpoints kept for resume (the anchor's are kept as long as it needs them)."
@@ -232,6 +244,11 @@ class RunConfig(Section):
                         f"anchor.{field}={getattr(self.anchor, field)} must be a multiple of "
                         f"checkpoint.every={self.checkpoint.every}: the anchor reads checkpoints"
                     )
+            if self.anchor.replay == "matching" and self.anchor.lag <= self.rollout.max_staleness:
+                raise ValueError(
+                    f"anchor.replay=matching needs anchor.lag={self.anchor.lag} above rollout.max_staleness="
+                    f"{self.rollout.max_staleness} (what the held weights sampled must be there when the fire is due)"
+                )
         if self.policy.split is not None and len(self.policy.split) != self.policy.stages:
             raise ValueError(
                 f"policy.split has {len(self.policy.split)} entries but policy.stages={self.policy.stages}"

@@ -5,6 +5,7 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 _PRELOAD = [
+    "tests.anchor.killed",
     "tests.train.runtime.worker",
     "tests.board.publish_loop",
     "tests.chaos.scenes",

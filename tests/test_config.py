@@ -33,6 +33,17 @@ def test_shipped_configs_are_valid(path: Path) -> None:
             "'boundary.codec': Input should be 'dense', 'prf', 'subspace' or 'quantized-prf'",
         ),
         ({"anchor": {"every": 15}}, "anchor.every=15 must be a multiple of checkpoint.every=10"),
+        ({"anchor": {"forecast": "cubic"}}, "'anchor.forecast': Input should be 'secant', 'window', 'fit4' or 'stale'"),
+        ({"anchor": {"window": 1}}, "'anchor.window': Input should be greater than or equal to 2"),
+        (
+            {
+                "anchor": {"replay": "matching", "lag": 2},
+                "rollout": {"max_staleness": 2},
+                "checkpoint": {"every": 2},
+            },
+            "anchor.replay=matching needs anchor.lag=2 above rollout.max_staleness=2",
+        ),
+        ({"checkpoint": {"whole_every": 0}}, "'checkpoint.whole_every': Input should be greater than 0"),
         ({"boundary": {"codec": "quantized-prf", "bits": 5}}, "'boundary.bits': Input should be 3, 4 or 8"),
         (
             {"boundary": {"codec": "subspace"}, "anchor": {"enabled": False}},

@@ -23,30 +23,45 @@ class Replay:
     grad_norm: float
 
 
-def replay(decoder: Decoder, batch: RolloutBatch, config: RunConfig, observer: BasisObserver | None = None) -> Replay:
+def matching_rows(batch: RolloutBatch, version: int) -> Tensor:
+    """Rows [m] int64 of the groups of which `version` sampled every token of every row."""
+    exact = (batch.version_start == version) & (batch.version_end == version)
+    foreign = batch.groups[~exact].unique()
+    return torch.nonzero(~torch.isin(batch.groups, foreign)).flatten()
+
+
+def replay(
+    decoder: Decoder,
+    batch: RolloutBatch,
+    config: RunConfig,
+    observer: BasisObserver | None = None,
+    rows: Tensor | None = None,
+) -> Replay:
     """Gradient of the GRPO loss of `batch` at the decoder's present weights, dense, without a KL term.
 
     The old log-probs are the replayed weights' own, so the ratio is 1 and this is the plain policy gradient.
-    `observer` sees the activations at the trainer's boundaries; it changes nothing.
+    `observer` sees the activations at the trainer's boundaries; it changes nothing. `rows` [m] int64: whole groups, as
+    if the batch had no others; None: all.
     """
+    rows = torch.arange(batch.samples) if rows is None else rows
     compute = getattr(torch, config.policy.compute_dtype)
     split = decoder.arch.split(config.policy.stages, config.policy.split) if observer else decoder.arch.split(1)
     policy = StagedPolicy(decoder, split, compute)
     targets = make_targets(batch, config)
-    weights = targets.weights(torch.arange(batch.samples), config)
+    weights = targets.weights(rows, config)
     decoder.zero_grad(set_to_none=True)
     total = 0.0
-    for rows in torch.arange(batch.samples).split(config.grpo.microbatch_rows):
-        packed = pack_rows(batch, rows)
+    for micro in rows.split(config.grpo.microbatch_rows) if len(rows) else ():
+        packed = pack_rows(batch, micro)
         logprobs = policy.token_stats(packed, codec=observer, step=0, temperature=config.rollout.temperature).logprobs
         loss = microbatch_loss(
             logprobs,
             logprobs.detach(),
             None,
             None,
-            targets.advantages[rows],
-            weights[rows],
-            targets.counts[rows],
+            targets.advantages[micro],
+            weights[micro],
+            targets.counts[micro],
             config.grpo,
         ).loss
         loss.backward()
@@ -60,9 +75,13 @@ def replay(decoder: Decoder, batch: RolloutBatch, config: RunConfig, observer: B
     return Replay({name: g.detach() for name, g in gradients.items()}, total, norm)
 
 
+def zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """M before the first fire, in fp32."""
+    return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in tensors.items()}
+
+
 @torch.no_grad()
 def fold(momentum: Mapping[str, Tensor] | None, gradients: Mapping[str, Tensor], keep: float) -> dict[str, Tensor]:
-    """M <- keep * M + (1 - keep) * G_anc in fp32; the first fire starts from M = 0, which has the sign of G_anc."""
-    if momentum is None:
-        return {name: gradient.float() * (1 - keep) for name, gradient in gradients.items()}
+    """M <- keep * M + (1 - keep) * G_anc in fp32, as new tensors; `momentum` None is M = 0."""
+    momentum = zeros_like(gradients) if momentum is None else momentum
     return {name: momentum[name] * keep + gradient.float() * (1 - keep) for name, gradient in gradients.items()}

@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from blake3 import blake3
 from safetensors.torch import load, save
 
 from sprawl.anchor import signmap
-from sprawl.anchor.forecast import checkpoints_for, replayed_step, secant
-from sprawl.anchor.replay import Replay, fold, replay
-from sprawl.anchor.schedule import fire_before, next_fire
+from sprawl.anchor.forecast import checkpoints_for, factors, project, replayed_step
+from sprawl.anchor.replay import fold, matching_rows, replay, zeros_like
+from sprawl.anchor.schedule import fires_before, open_requests
+from sprawl.anchor.untouched import watch
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
 from sprawl.board.reader import VersionReader
@@ -29,18 +31,34 @@ from sprawl.config import RunConfig, parse_config
 from sprawl.errors import IntegrityError, SprawlError
 from sprawl.policy import Decoder
 from sprawl.policy.checkpoint import read_architecture
-from sprawl.rollout.trajectories import load_batch
-from sprawl.train.checkpoint import read_blob
+from sprawl.rollout.trajectories import RolloutBatch, load_batch
+from sprawl.train.chains import MastersReader
 from sprawl.train.codecs import BasisObserver, SubspaceCodec, make_codec
+from sprawl.train.masters import DeltaPlan
 
 IDLE_S = 0.2
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """Rows [m] int64 of a batch."""
+
+    batch: RolloutBatch
+    rows: torch.Tensor
+
+    @property
+    def versions(self) -> list[int] | None:
+        """Oldest and newest version that sampled them; None without rows."""
+        if not len(self.rows):
+            return None
+        return [int(self.batch.version_start[self.rows].min()), int(self.batch.version_end[self.rows].max())]
 
 
 class AnchorService:
     """One run's anchor. Not thread-safe; one process owns it (a second one repeats the same fires harmlessly)."""
 
-    def __init__(self, board: str, run_id: str) -> None:
-        self.store: Store = open_store(board)
+    def __init__(self, board: str | Store, run_id: str) -> None:
+        self.store: Store = open_store(board) if isinstance(board, str) else board
         self.ledger = Ledger(self.store, run_id)
         self.run_id = run_id
         record = self.ledger.run()
@@ -50,14 +68,23 @@ class AnchorService:
         self._decoder: Decoder | None = None
         self._momentum: dict[str, torch.Tensor] | None = None
         self._momentum_step = 0  # the fire after which _momentum stands; 0: none yet
+        self._next_fire = self.config.anchor.every  # no fire before it is missing
+        self._masters = MastersReader(self.store, self.ledger)
+        self._plan = DeltaPlan.of(self.config)
 
     def next_fire(self) -> int:
         """The optimizer step of the first fire that has not happened."""
-        requested = self.ledger.fire_requests() if self.config.control.enabled else ()
-        return next_fire(self._done(), requested, self.config.anchor.every)
+        while self.ledger.fire(self._next_fire) is not None:
+            self._next_fire += self.config.anchor.every
+        asked = open_requests(self._requested(), self._next_fire, self.config.anchor.every)
+        return next((step for step in asked if self.ledger.fire(step) is None), self._next_fire)
 
-    def _done(self) -> set[int]:
-        return {record.step for record in self.ledger.fires()}
+    def _requested(self) -> list[int]:
+        """Fires between the regular ones; only the drift controller asks for any."""
+        return self.ledger.fire_requests() if self.config.control.enabled else []
+
+    def _fire_before(self, step: int) -> int | None:
+        return next(iter(fires_before(step, self._requested(), self.config.anchor.every)), None)
 
     def finished(self) -> bool:
         """Whether the run needs no further fire."""
@@ -74,7 +101,7 @@ class AnchorService:
         # An earlier fire may have been asked for since the first look, but not since the commit: requests come first.
         if self.next_fire() != step:
             return None
-        needed = checkpoints_for(step, self.config.anchor) or [0]
+        needed = checkpoints_for(step, self.config.anchor)
         if any(self.ledger.checkpoint(checkpoint) is None for checkpoint in needed):
             return None
         return step
@@ -85,26 +112,18 @@ class AnchorService:
         if existing is not None:
             return existing
         started = time.perf_counter()
-        config = self.config.anchor
-        # Before K steps have passed, the base model is the newest checkpoint old enough (only when c < K).
-        used = checkpoints_for(step, config) or [0]
-        weights = [read_blob(self.store, self.ledger, checkpoint, "masters") for checkpoint in used]
-        replayed = replayed_step(step, config, self.config.rollout.max_staleness)
-        batch = load_batch(self.store, self.run_id, replayed)
+        used = checkpoints_for(step, self.config.anchor)
+        read_before = self._masters.bytes_read
         decoder = self._model()
-        if len(used) == 2:
-            horizon = config.strength * config.lag / config.every
-            decoder.load_served(secant(weights[0], weights[1], horizon), torch.float32)
-        else:
-            decoder.load_served(weights[0], torch.float32)
-        del weights
+        decoder.load_served(self._weights(step, used), torch.float32)
+        replayed = self._choose_rollouts(step, used[0])
         observer = self._observer(step)
-        result = replay(decoder, batch, self.config, observer)
-        if not math.isfinite(result.grad_norm):
-            # Folding it in would poison M for good; the previous direction is the better one.
-            result = Replay({n: torch.zeros_like(g) for n, g in result.gradients.items()}, result.loss, 0.0)
-        previous = fire_before(step, self._done())
-        momentum = fold(self._momentum_after(previous), result.gradients, config.fold)
+        with watch(decoder) as watched:
+            result = replay(decoder, replayed.batch, self.config, observer, replayed.rows)
+        momentum = self._momentum_before(step) or zeros_like(result.gradients)
+        if math.isfinite(result.grad_norm) and len(replayed.rows):
+            momentum = fold(momentum, result.gradients, self.config.anchor.fold)
+        # else M stays: a gradient that is not finite would poison it for good, and no rollouts say nothing.
         # M is durable before the fire is committed: a restarted anchor folds on, never from scratch.
         self.store.put(keys.anchor_state(self.run_id, step), save(momentum))
         packed = signmap.encode_signs(momentum, step)
@@ -116,10 +135,14 @@ class AnchorService:
             self.store.put(keys.bases(self.run_id, step, blake3(bases).hexdigest()), bases)
         record = FireRecord(
             step=step,
+            kind="extra" if step % self.config.anchor.every else "scheduled",
             newest_step=used[0],
             checkpoints=used,
-            forecast="secant" if len(used) == 2 else "stale",
-            replayed_step=replayed,
+            checkpoint_bytes=self._masters.bytes_read - read_before,
+            forecast=self.config.anchor.forecast if len(used) > 1 else "stale",
+            replayed_step=replayed.batch.step,
+            replayed_versions=replayed.versions,
+            replayed_samples=len(replayed.rows),
             digest=digest,
             bytes=len(packed),
             header_bytes=signmap.HEADER_BYTES,
@@ -128,17 +151,57 @@ class AnchorService:
             loss=result.loss,
             basis_digest=blake3(bases).hexdigest() if bases else None,
             basis_bytes=len(bases),
-            extra=step % config.every != 0,
+            has_direction=any(bool(tensor.any()) for tensor in momentum.values()),
+            optimizer_steps=watched.optimizer_steps,
+            weights_before=watched.before,
+            weights_after=watched.after,
             seconds=time.perf_counter() - started,
             finished_at=time.time(),
         )
         self.ledger.write_fire(record)
         self._momentum, self._momentum_step = momentum, step
-        # The state two fires ago can no longer be needed: this fire is committed.
-        surplus = fire_before(previous, self._done()) if previous is not None else None
-        if surplus is not None:
-            self.store.delete(keys.anchor_state(self.run_id, surplus))
+        self._forget(step, used)
         return record
+
+    def _weights(self, step: int, used: list[int]) -> dict[str, torch.Tensor]:
+        """The weights that the fire replays at: the newest checkpoint, or the forecast from all of `used`."""
+        # Oldest first: each is a delta against the one before.
+        states = {at: self._masters.read(at) for at in reversed(used)}
+        if len(used) == 1:
+            return states[used[0]]
+        ahead = factors(step, used, self.config.anchor)
+        return project(states[used[0]], zip(ahead, (states[at] for at in used[1:]), strict=True))
+
+    def _choose_rollouts(self, step: int, version: int) -> _Replayed:
+        """The newest batch; or, with matching replay, the groups that `version` sampled, of the batch with most of
+        them. In deterministic mode that is one known batch, whole."""
+        anchor, staleness = self.config.anchor, self.config.rollout.max_staleness
+        newest = replayed_step(step, anchor, staleness)
+        if anchor.replay == "newest":
+            batch = load_batch(self.store, self.run_id, newest)
+            return _Replayed(batch, torch.arange(batch.samples))
+        best: _Replayed | None = None
+        for at in range(newest, max(0, newest - 1 - staleness), -1):
+            batch = load_batch(self.store, self.run_id, at)
+            found = _Replayed(batch, matching_rows(batch, version))
+            if best is None or len(found.rows) > len(best.rows):
+                best = found
+            if len(best.rows) == batch.samples:
+                break
+        assert best is not None  # newest is at least 1
+        return best
+
+    def _forget(self, step: int, used: list[int]) -> None:
+        """Drop what no later fire needs: checkpoints in memory, and M from before the fire that is now committed (a
+        second anchor may still be folding on the one before)."""
+        following = checkpoints_for(step + self.config.anchor.every, self.config.anchor)
+        coming = [at for at in following if at not in used]
+        bases = {base for at in coming if (base := self._plan.base(at)) is not None}
+        self._masters.hold({at for at in used if at in following or at in bases})
+        oldest = keys.anchor_state(self.run_id, step - self.config.anchor.every)
+        for key in self.store.list(keys.anchor_states(self.run_id)):
+            if key < oldest:
+                self.store.delete(key)
 
     def _model(self) -> Decoder:
         if self._decoder is None:
@@ -151,13 +214,14 @@ class AnchorService:
         codec = make_codec(self.config.boundary, self.config.seed)
         if not isinstance(codec, SubspaceCodec):
             return None
-        before = fire_before(step, self._done())
+        before = self._fire_before(step)
         previous = None if before is None else self.ledger.fire(before)
         codec.use(read_bases(self.store, self.run_id, previous) if previous is not None else None)
         return BasisObserver(codec)
 
-    def _momentum_after(self, previous: int | None) -> dict[str, torch.Tensor] | None:
-        """M after the fire before: in memory, or the durable one after a restart; None before the first."""
+    def _momentum_before(self, step: int) -> dict[str, torch.Tensor] | None:
+        """M after the previous fire: in memory, or the durable one after a restart."""
+        previous = self._fire_before(step)
         if previous is None:
             return None
         if self._momentum is not None and self._momentum_step == previous:

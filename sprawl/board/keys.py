@@ -124,6 +124,10 @@ def anchor_state(run_id: str, step: int) -> str:
     return f"{run_id}/anchor/state/{step:08d}.safetensors"
 
 
+def anchor_states(run_id: str) -> str:
+    return f"{run_id}/anchor/state/"
+
+
 def checkpoint(run_id: str, step: int) -> str:
     """Commit record of the checkpoint written after optimizer step `step`."""
     return f"{run_id}/checkpoints/{step:08d}.json"

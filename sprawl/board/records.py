@@ -123,6 +123,7 @@ class StepRecord(Record):
     applied: bool = Field(description="False when the gradient was not finite and the step was refused.")
     sign_fire: int | None = Field(None, description="Step of the fire whose sign map corrected this gradient.")
     sign_age: int | None = Field(None, description="Optimizer steps since that fire.")
+    sign_weights_age: int | None = Field(None, description="Optimizer steps since the newest weights that fire used.")
     sign_agreement: float | None = Field(None, description="Share of non-zero gradient elements that agree with M.")
     gradient: GradientViews | None = Field(None, description="None on steps without a gradient probe.")
     dense_step: bool = Field(False, description="The step ran through dense boundaries (boundary.dense_every).")
@@ -164,11 +165,17 @@ class EvaluationRecord(Record):
 class FireRecord(Record):
     """anchor/fires/<step>: commit record of one anchor fire."""
 
-    step: int = Field(description="The optimizer step at which the fire was due (a multiple of c).")
+    step: int = Field(description="The optimizer step at which the fire was due (a multiple of c, if scheduled).")
+    kind: Literal["scheduled", "extra"] = Field("scheduled", description="extra: brought forward by a controller.")
     newest_step: int = Field(description="Step of the newest weights used; must be <= step - K.")
-    checkpoints: list[int] = Field(description="Checkpoint steps read.")
+    checkpoints: list[int] = Field(description="Checkpoint steps used, newest first.")
+    checkpoint_bytes: int = Field(0, description="Bytes of masters read from the board for it.")
     forecast: str
     replayed_step: int = Field(description="Step whose rollouts were replayed.")
+    replayed_versions: list[int] | None = Field(
+        None, description="Oldest and newest version that sampled what was replayed; None: nothing matched."
+    )
+    replayed_samples: int | None = Field(None, description="Samples replayed.")
     digest: str = Field(description="blake3 of the packed sign map.")
     bytes: int = Field(description="Size of the packed sign map: one bit a parameter plus the header.")
     header_bytes: int
@@ -177,8 +184,15 @@ class FireRecord(Record):
     loss: float
     basis_digest: str | None = Field(None, description="blake3 of the boundary bases; only with the subspace codec.")
     basis_bytes: int = 0
-    optimizer_steps: int = Field(0, description="Always 0: the anchor never steps an optimizer.")
-    extra: bool = Field(False, description="Brought forward by the drift controller; regular fires are every c steps.")
+    has_direction: bool = Field(
+        True, description="False while M is zero everywhere: the map says nothing and corrects nothing."
+    )
+    optimizer_steps: int = Field(
+        0,
+        description="Steps of any torch optimizer that the process took during the fire, counted; 0 in a correct run.",
+    )
+    weights_before: str | None = Field(None, description="Root digest of the replayed weights before the replay ...")
+    weights_after: str | None = Field(None, description="... and after it; the same in a correct run.")
     seconds: float
     finished_at: float
 
@@ -204,6 +218,16 @@ class EventRecord(Record):
     data: dict[str, Any] = Field(default_factory=dict)
 
 
+class MastersBlob(BaseModel):
+    """What a blob of masters is."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    root: str = Field(description="Root digest of the tensors, of a delta: after applying it.")
+    base: int | None = Field(None, description="The blob is a delta against the one of this checkpoint; None: whole.")
+    whole_bytes: int = Field(description="Size of the tensors.")
+
+
 class CheckpointRecord(Record):
     """checkpoints/<step>: commit record of masters and optimizer state after `step`."""
 
@@ -214,6 +238,9 @@ class CheckpointRecord(Record):
         "<name>-<stage>of<stages>, each what its stage holds."
     )
     bytes: int
+    masters: dict[str, MastersBlob] = Field(
+        default_factory=dict, description="Of the blobs of masters by name; those not named here are whole."
+    )
     created_at: float
 
 

@@ -8,11 +8,12 @@ import click
 
 
 @click.command()
+@click.argument("run", required=False)
 @click.option("--board", envvar="SPRAWL_BOARD", default="runs", show_default=True, help="Board URL or directory.")
-@click.option("--run-id", default="latest", show_default=True, help="Run to serve.")
+@click.option("--run-id", help="Run to serve, as RUN.")
 @click.option("--exit-with-parent", is_flag=True, help="End when the process that started this one is gone.")
-def anchor(board: str, run_id: str, exit_with_parent: bool) -> None:
-    """Serve the anchor circuit of a run.
+def anchor(run: str | None, board: str, run_id: str | None, exit_with_parent: bool) -> None:
+    """Serve the anchor circuit of RUN (default: latest, the newest run on the board).
 
     Every c optimizer steps it replays a batch densely at weights K steps old (or their forecast), folds the gradient
     into M and publishes sign(M), one bit a parameter. It meets the trainer only at the board, so it can run on
@@ -20,8 +21,10 @@ def anchor(board: str, run_id: str, exit_with_parent: bool) -> None:
 
     \b
     Example:
-      sprawl anchor --board s3://bucket/prefix --run-id tiny-20260801-101500
+      sprawl anchor tiny-20260801-101500 --board s3://bucket/prefix
     """
+    if run is not None and run_id is not None and run != run_id:
+        raise click.UsageError(f"RUN is {run}, --run-id is {run_id}: give one of them")
     import torch
 
     from sprawl.anchor.service import AnchorService, serve
@@ -29,7 +32,7 @@ def anchor(board: str, run_id: str, exit_with_parent: bool) -> None:
     from sprawl.board.store import open_store
 
     parent = os.getppid()
-    service = AnchorService(board, resolve_run(open_store(board), run_id))
+    service = AnchorService(board, resolve_run(open_store(board), run or run_id or "latest"))
     torch.set_num_threads(service.config.threads.anchor)
     click.echo(f"anchor of {service.run_id}: every {service.config.anchor.every} steps, K={service.config.anchor.lag}")
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sprawl.report.anchor_checks import anchor_lag, anchor_never_steps, fires_counted, sign_ages, sign_map_size
 from sprawl.report.data import RunData
+from sprawl.report.found import Found, numbers
 
 RATIO_TOLERANCE = 1e-5
-
-Found = list[str] | None
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,17 @@ class CheckResult:
     violations: list[str]
 
 
-def _numbers(values: Iterable[int], limit: int = 8) -> str:
-    """`3, 5, 9` or `3, 5, ... (42 in all)`."""
-    values = list(values)
-    shown = ", ".join(str(value) for value in values[:limit])
-    return shown if len(values) <= limit else f"{shown}, ... ({len(values)} in all)"
-
-
 def _steps_complete(data: RunData) -> Found:
     if not data.steps:
         return None
     counts = Counter(record.step for record in data.steps)
     found = []
     if missing := [step for step in range(1, data.last_step + 1) if step not in counts]:
-        found.append(f"optimizer steps missing from the ledger: {_numbers(missing)}")
+        found.append(f"optimizer steps missing from the ledger: {numbers(missing)}")
     if repeated := sorted(step for step, count in counts.items() if count > 1):
-        found.append(f"optimizer steps recorded more than once: {_numbers(repeated)}")
+        found.append(f"optimizer steps recorded more than once: {numbers(repeated)}")
     if shifted := [record.step for record in data.steps if record.version != record.step]:
-        found.append(f"steps whose published version is not their number: {_numbers(shifted)}")
+        found.append(f"steps whose published version is not their number: {numbers(shifted)}")
     return found
 
 
@@ -61,7 +54,7 @@ def _steps_applied(data: RunData) -> Found:
     if not data.steps:
         return None
     refused = [record.step for record in data.steps if not record.applied]
-    return [f"steps refused for a non-finite gradient: {_numbers(refused)}"] if refused else []
+    return [f"steps refused for a non-finite gradient: {numbers(refused)}"] if refused else []
 
 
 def _ratio_is_one(data: RunData) -> Found:
@@ -73,7 +66,7 @@ def _ratio_is_one(data: RunData) -> Found:
         return []
     worst = max(wrong, key=lambda record: math.inf if math.isnan(record.ratio_max_error) else record.ratio_max_error)
     return [
-        f"PPO ratio off 1 on the first inner epoch at steps {_numbers(record.step for record in wrong)}"
+        f"PPO ratio off 1 on the first inner epoch at steps {numbers(record.step for record in wrong)}"
         f" (worst {worst.ratio_max_error:.3g} at step {worst.step})"
     ]
 
@@ -83,75 +76,7 @@ def _staleness_bounded(data: RunData) -> Found:
     if not data.steps or limit is None:
         return None
     over = [record.step for record in data.steps if record.staleness_max > limit]
-    return [f"rollouts more than max_staleness={limit} versions old at steps {_numbers(over)}"] if over else []
-
-
-def _fires_counted(data: RunData, finished: bool) -> Found:
-    if not data.setting("anchor.enabled", False):
-        return [f"{len(data.fires)} anchor fires although anchor.enabled is false"] if data.fires else None
-    every = data.setting("anchor.every")
-    found = []
-    fires = [record for record in data.fires if not record.extra]
-    if uneven := [record.step for record in fires if record.step % every]:
-        found.append(f"fires at steps that are no multiple of c={every}: {_numbers(uneven)}")
-    if repeated := [step for step, count in Counter(record.step for record in data.fires).items() if count > 1]:
-        found.append(f"fires recorded more than once: {_numbers(repeated)}")
-    expected = data.last_step // every
-    # A run under way may still wait for its newest fire, but can never be ahead of its steps.
-    if len(fires) > expected or (finished and len(fires) != expected):
-        found.append(f"{len(fires)} fires, expected floor({data.last_step}/{every}) = {expected}")
-    return found + _brought_forward(data, every)
-
-
-def _brought_forward(data: RunData, every: int) -> list[str]:
-    """Fires between the regular ones are the drift controller's, and a step asked for each."""
-    extra = [record.step for record in data.fires if record.extra]
-    found = []
-    if extra and not data.setting("control.enabled", False):
-        found.append(f"fires between the regular ones although control.enabled is false: {_numbers(extra)}")
-    if regular := [step for step in extra if step % every == 0]:
-        found.append(f"regular fires recorded as brought forward: {_numbers(regular)}")
-    # A killed run may have asked in a step that was never committed; its request stands all the same.
-    asked = {record.control.fire for record in data.steps if record.control is not None}
-    resumed = any(event.kind == "resume" for event in data.events)
-    if not resumed and (unasked := [step for step in extra if step not in asked and step <= data.last_step]):
-        found.append(f"fires brought forward that no step asked for: {_numbers(unasked)}")
-    return found
-
-
-def _anchor_lag(data: RunData) -> Found:
-    lag = data.setting("anchor.lag")
-    if not data.fires or lag is None:
-        return None
-    return [
-        f"fire at step {record.step} used weights of step {record.newest_step}, newer than {record.step - lag} (t-K)"
-        for record in data.fires
-        if record.newest_step > record.step - lag
-    ]
-
-
-def _anchor_never_steps(data: RunData) -> Found:
-    if not data.fires:
-        return None
-    return [
-        f"fire at step {record.step} stepped an optimizer {record.optimizer_steps} times"
-        for record in data.fires
-        if record.optimizer_steps != 0
-    ]
-
-
-def _sign_map_size(data: RunData) -> Found:
-    if not data.fires:
-        return None
-    found = []
-    for record in data.fires:
-        expected = -(-record.parameters // 8) + record.header_bytes
-        if record.bytes != expected:
-            found.append(
-                f"sign map of step {record.step} has {record.bytes} bytes, expected {expected}"
-                f" (one bit for each of {record.parameters} parameters + {record.header_bytes} header bytes)"
-            )
-    return found
+    return [f"rollouts more than max_staleness={limit} versions old at steps {numbers(over)}"] if over else []
 
 
 def _islands_verified(data: RunData) -> Found:
@@ -202,14 +127,15 @@ def run_checks(data: RunData, finished: bool | None = None) -> list[CheckResult]
         Check("applied", "no step was refused for a non-finite gradient", _steps_applied),
         Check("ratio", f"|PPO ratio - 1| <= {RATIO_TOLERANCE:g} on the first inner epoch", _ratio_is_one),
         Check("staleness", "no rollout is older than rollout.max_staleness versions", _staleness_bounded),
+        Check("fires", "scheduled fires = floor(steps / c)", lambda data: fires_counted(data, done)),
+        Check("anchor lag", "the anchor never sees weights newer than t-K", anchor_lag),
         Check(
-            "fires",
-            "fires = floor(steps / c), not counting those the drift controller brought forward",
-            lambda data: _fires_counted(data, done),
+            "anchor optimizer", "the anchor steps no optimizer and leaves its weights as they are", anchor_never_steps
         ),
-        Check("anchor lag", "the anchor never sees weights newer than t-K", _anchor_lag),
-        Check("anchor optimizer", "the anchor never steps an optimizer", _anchor_never_steps),
-        Check("sign maps", "a sign map is one bit a parameter plus its header", _sign_map_size),
+        Check(
+            "sign maps", "a sign map is one bit a parameter plus its header, when sent and when received", sign_map_size
+        ),
+        Check("sign ages", "every step names the sign map it used and its age", sign_ages),
         Check("islands", "every version an island applied was verified by root digest", _islands_verified),
         Check("board", "every published version rebuilds bit for bit", _board_verified),
     )

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sprawl.anchor.schedule import last_regular_fire
+from sprawl.anchor.forecast import last_fire
 from sprawl.board.ledger import Ledger
 from sprawl.board.records import ControlRecord, FireRequest, StepRecord
 from sprawl.config import RunConfig
@@ -41,7 +41,7 @@ class Controller:
             fire_every=anchor.every if anchor.enabled else None,
             lag=anchor.lag,
             checkpoint_every=config.checkpoint.every,
-            last_fire=last_regular_fire(config.steps, anchor.every),
+            last_fire=last_fire(config.steps, anchor.every),
             compressed=config.boundary.codec != "dense",
         )
         self._history: deque[Observation] = deque(maxlen=history_needed(self._config))

@@ -111,7 +111,7 @@ class MultiProcess:
             return
         command = {"do": "checkpoint", "step": step}
         mine, answers = self._everywhere(command, f"checkpoint {step}", lambda: self._share.write_shard(step))
-        shards = [mine, *(Shard(answer["blobs"], answer["bytes"]) for answer in answers)]
+        shards = [mine, *(Shard.from_message(answer) for answer in answers)]
         commit_checkpoint(self._ledger, step, self._epoch, shards)
 
     def restore(self, step: int) -> None:

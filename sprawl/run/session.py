@@ -12,14 +12,14 @@ import logging
 import os
 import platform
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sprawl import __version__
-from sprawl.anchor.forecast import checkpoints_for, fire_due
-from sprawl.anchor.schedule import open_fires
+from sprawl.anchor.forecast import last_fire
 from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import EvaluationRecord, EventRecord, RunRecord, StepRecord
@@ -49,7 +49,7 @@ from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, S
 from sprawl.run.signs import SignMaps
 from sprawl.run.step_record import step_record
 from sprawl.run.trainers import RunTrainer, SingleProcess
-from sprawl.train.checkpoint import delete_checkpoint, surplus
+from sprawl.train.checkpoint import bases_of, delete_checkpoint, surplus
 from sprawl.train.trainer import StepStats
 
 log = logging.getLogger(__name__)
@@ -150,16 +150,16 @@ class RunSession:
         if head is None:
             self.trainer.publish(0, {})
             head = 0
-        self.control = Controller(self.config, self.ledger, self._event)
-        self._checkpoint(0)
         shapes = {name: tuple(tensor.shape) for name, tensor in base.weights.items()}
         self.signs = SignMaps(self.store, self.ledger, self.config.anchor, shapes, f"see {self.log_dir}/anchor.log")
+        self.control = Controller(self.config, self.ledger, self._event)
         self.signs.requested = self.control.requested
+        self._checkpoint(0)
         self._parameters = record.parameters
         del base
         # Before the trainer catches up: processes take seconds to start. A finished run needs none.
-        last_fire = self.config.steps - self.config.steps % self.config.anchor.every
-        fires_missing = self.config.anchor.enabled and last_fire > 0 and self.ledger.fire(last_fire) is None
+        final = last_fire(self.config.steps, self.config.anchor.every)
+        fires_missing = self.config.anchor.enabled and final > 0 and self.ledger.fire(final) is None
         self.crew.start(self.config.rollout.islands if self._needs_islands(head) else 0, fires_missing)
         replayed = self._catch_up(head)
         self._collector = Collector(
@@ -300,8 +300,8 @@ class RunSession:
         """Wait for the last fire, write down what the islands say, rebuild and check every version on the board, and
         hold the whole ledger against what a correct run can never say."""
         anchor = self.config.anchor
-        if anchor.enabled and fire_due(self.config.steps, anchor.every):
-            self.signs.wait_for(self.config.steps, self.crew.replace_lost)
+        if anchor.enabled and (fire := last_fire(self.config.steps, anchor.every)):
+            self.signs.wait_for(fire, self.crew.replace_lost)
         for island in self.ledger.islands():
             self._event(
                 "island_report",
@@ -425,15 +425,11 @@ class RunSession:
         if step % self.config.checkpoint.every and step != self.config.steps:
             return
         self.trainer.checkpoint(step)
-        needed = None
-        if self.config.anchor.enabled:
-            next_fire = self.config.anchor.every
-            while self.ledger.fire(next_fire) is not None:
-                next_fire += self.config.anchor.every
-            fires = open_fires(next_fire, self.config.anchor.every, self.config.checkpoint.every)
-            wanted = fires if self.config.control.enabled else [next_fire]
-            needed = min(min(checkpoints_for(fire, self.config.anchor) or [0]) for fire in wanted)
-        for old in surplus(self.ledger.checkpoints(), self.config.checkpoint.keep, needed):
+        control = self.config.control
+        grid = self.config.checkpoint.every if control.enabled and control.bring_forward else None
+        needed = self.signs.checkpoints_needed(self.config.steps, grid)
+        bases = partial(bases_of, self.ledger)
+        for old in surplus(self.ledger.checkpoints(), self.config.checkpoint.keep, needed, bases):
             delete_checkpoint(self.store, self.run_id, old)
 
     def _train_receipt(self, step: int, started: float, *, skipped: bool) -> TrainReceipt:
@@ -457,6 +453,7 @@ class RunSession:
             epoch=self.epoch,
             parameters=self._parameters,
             sign_fire=self.signs.fire,
+            sign_weights=self.signs.weights_step,
             sign_bytes=self._sign_bytes,
             basis_bytes=self.signs.basis_bytes if self._sign_bytes else 0,
             seconds=self._seconds,

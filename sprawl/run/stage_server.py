@@ -59,7 +59,7 @@ class StageServer:
             self._share.adopt(command["version"])
         elif what == "checkpoint":
             shard = self._share.write_shard(command["step"])
-            return {"blobs": shard.blobs, "bytes": shard.bytes}
+            return shard.to_message()
         elif what == "restore":
             self._share.restore(command["step"])
         else:

@@ -14,7 +14,9 @@ from sprawl.policy.stage import owned_names, stage_decoder
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.run.base_model import BaseModel
 from sprawl.run.signs import SignMaps
+from sprawl.train.chains import MastersWriter
 from sprawl.train.checkpoint import Shard, restore, write_shard
+from sprawl.train.masters import DeltaPlan
 from sprawl.train.runtime.build import stage_trainer
 from sprawl.train.runtime.mesh import Mesh
 from sprawl.train.steering import Steering
@@ -30,6 +32,8 @@ class StageShare:
         mine = base.part({name for name, _ in stage_decoder(base.arch, self._mesh.place).named_parameters()})
         self.trainer = stage_trainer(self._mesh, base.arch, mine.weights, mine.reference(config), config)
         self._names = owned_names(self.trainer.decoder, self._mesh.place)
+        plan, threads = DeltaPlan.of(config), config.threads.trainer
+        self._masters = MastersWriter(store, ledger, plan, self._mesh.place, threads=threads)
         self._writer = PartWriter(
             store,
             ledger.run_id,
@@ -63,9 +67,8 @@ class StageShare:
         if not self.writes:
             return Shard({}, 0)
         trainer, place = self.trainer, self._mesh.place
-        return write_shard(
-            self._store, self._ledger.run_id, step, trainer.decoder, trainer.optimizer, trainer.codec, place
-        )
+        held = trainer.decoder, trainer.optimizer, trainer.codec
+        return write_shard(self._store, self._ledger.run_id, step, *held, place, self._masters)
 
     def restore(self, step: int) -> None:
         trainer, place = self.trainer, self._mesh.place

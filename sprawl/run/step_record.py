@@ -19,12 +19,14 @@ def step_record(
     epoch: int,
     parameters: int,
     sign_fire: int | None,
+    sign_weights: int | None,
     sign_bytes: int,
     basis_bytes: int,
     seconds: dict[str, float],
     control: ControlRecord | None,
 ) -> StepRecord:
-    """The record of optimizer step `step`. `sign_bytes`: size of the sign map that arrived for it, 0 when none did;
+    """The record of optimizer step `step`. `sign_fire`: the fire whose sign map was in force, `sign_weights`: the step
+    of the newest weights that fire used. `sign_bytes`: size of the sign map that arrived for the step, 0 when none did;
     `basis_bytes` the same of the subspace codec's bases."""
     lag = step - 1 - batch.version_start.float()
     return StepRecord(
@@ -49,6 +51,7 @@ def step_record(
         applied=stats.applied,
         sign_fire=sign_fire,
         sign_age=None if sign_fire is None else step - sign_fire,
+        sign_weights_age=None if sign_weights is None else step - sign_weights,
         sign_agreement=stats.sign_agreement,
         gradient=stats.gradient,
         dense_step=stats.dense_step,

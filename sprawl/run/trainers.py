@@ -21,7 +21,9 @@ from sprawl.policy.checkpoint import served_files
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.run.base_model import BaseModel
 from sprawl.run.signs import SignMaps
+from sprawl.train.chains import MastersWriter
 from sprawl.train.checkpoint import restore, save_checkpoint
+from sprawl.train.masters import DeltaPlan
 from sprawl.train.steering import Steering
 from sprawl.train.trainer import StepStats, Trainer
 
@@ -85,6 +87,7 @@ class SingleProcess:
         reference.load_served(base.reference(config), getattr(torch, config.policy.compute_dtype))
         reference.requires_grad_(False)
         self._trainer = Trainer(decoder, reference, config)
+        self._masters = MastersWriter(store, ledger, DeltaPlan.of(config), threads=config.threads.trainer)
         self._publisher = Publisher(
             store,
             ledger.run_id,
@@ -110,8 +113,8 @@ class SingleProcess:
         return here, published
 
     def checkpoint(self, step: int) -> None:
-        trainer = self._trainer
-        save_checkpoint(self._store, self._ledger, step, self._epoch, trainer.decoder, trainer.optimizer, trainer.codec)
+        trainer, place = self._trainer, (self._store, self._ledger, step, self._epoch)
+        save_checkpoint(*place, trainer.decoder, trainer.optimizer, trainer.codec, self._masters)
 
     def restore(self, step: int) -> None:
         trainer = self._trainer

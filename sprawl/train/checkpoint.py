@@ -3,14 +3,17 @@
 A checkpoint is `masters`, `optimizer` and, when the boundary codec carries something from step to step, `codec`: apart,
 so that the anchor reads the masters without the moments. A trainer that is one process writes one blob of each. Of a
 pipeline every stage writes its own (`masters-2of8`) and one process commits; who reads gets all of them as one.
+
+Masters may be deltas against those of an earlier checkpoint (`sprawl/train/masters.py` says which, `chains.py` reads
+them); a blob's chain consists of blobs of the same name, so every process encodes and reads its own.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -19,23 +22,32 @@ from torch import Tensor
 
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
-from sprawl.board.records import CheckpointRecord
+from sprawl.board.records import CheckpointRecord, MastersBlob
 from sprawl.board.store import Store
-from sprawl.errors import BoardError, IntegrityError
 from sprawl.policy import Decoder
 from sprawl.policy.stage import StagePlace, load_stage, owned_names
+from sprawl.train.chains import MastersReader, MastersWriter, fetch_blob, read_record, shard_name, shards
 from sprawl.train.codecs.base import BoundaryCodec
 from sprawl.train.optimizer import RunOptimizer, load_optimizer_tensors, optimizer_tensors
-
-_SHARD = re.compile(r"(masters|optimizer|codec)(-(\d+)of(\d+))?")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Blobs that one process wrote: name -> blake3, and their size."""
+    """Blobs that one process wrote: name -> blake3, their size, and what those of masters are."""
 
     blobs: dict[str, str]
     bytes: int
+    masters: dict[str, MastersBlob] = field(default_factory=dict)
+
+    def to_message(self) -> dict[str, Any]:
+        """JSON-able, for the process that commits."""
+        masters = {name: about.model_dump() for name, about in self.masters.items()}
+        return {"blobs": self.blobs, "bytes": self.bytes, "masters": masters}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Shard:
+        masters = {name: MastersBlob.model_validate(about) for name, about in message["masters"].items()}
+        return cls(message["blobs"], message["bytes"], masters)
 
 
 def write_shard(
@@ -46,34 +58,48 @@ def write_shard(
     optimizer: RunOptimizer,
     codec: BoundaryCodec | None = None,
     place: StagePlace | None = None,
+    writer: MastersWriter | None = None,
 ) -> Shard:
-    """Write what this process holds; nothing is committed. `place`: its stage, None for the whole model."""
+    """Write what this process holds; nothing is committed. `place`: its stage, None for the whole model. `writer`
+    writes the masters as deltas where its plan says so, without one they are whole."""
     names = {name for name, _ in decoder.named_parameters()} if place is None else set(owned_names(decoder, place))
-    parts = {
-        "masters": {name: p.detach() for name, p in decoder.named_parameters() if name in names},
-        "optimizer": {
-            key: tensor
-            for key, tensor in optimizer_tensors(decoder, optimizer).items()
-            if key.partition(":")[2] in names
-        },
-    }
-    if codec is not None and (carried := codec.state()):
-        parts["codec"] = carried
-    ending = "" if place is None else f"-{place.index}of{place.count}"
+    masters = {name: p.detach() for name, p in decoder.named_parameters() if name in names}
     digests, size = {}, 0
-    for name, tensors in parts.items():
-        data = save({key: tensor.contiguous() for key, tensor in tensors.items()})
-        store.put(keys.checkpoint_blob(run_id, step, name + ending), data)
-        digests[name + ending] = blake3(data).hexdigest()
+
+    def put(kind: str, data: bytes) -> None:
+        nonlocal size
+        name = shard_name(kind, place)
+        store.put(keys.checkpoint_blob(run_id, step, name), data)
+        digests[name] = blake3(data).hexdigest()
         size += len(data)
-    return Shard(digests, size)
+
+    about: dict[str, MastersBlob] = {}
+    if writer is None:
+        put("masters", save({name: tensor.contiguous() for name, tensor in masters.items()}))
+    else:
+        written = writer.encode(step, masters)
+        about[shard_name("masters", place)] = written.about
+        put("masters", written.data)
+        del written
+    state = optimizer_tensors(decoder, optimizer).items()
+    put("optimizer", save({key: t.contiguous() for key, t in state if key.partition(":")[2] in names}))
+    if codec is not None and (carried := codec.state()):
+        put("codec", save({key: tensor.contiguous() for key, tensor in carried.items()}))
+    return Shard(digests, size, about)
 
 
-def commit_checkpoint(ledger: Ledger, step: int, epoch: int, shards: Sequence[Shard]) -> int:
+def commit_checkpoint(ledger: Ledger, step: int, epoch: int, written: Sequence[Shard]) -> int:
     """The record that makes the blobs of all processes a checkpoint. Returns its size in bytes."""
-    blobs = {name: digest for shard in shards for name, digest in shard.blobs.items()}
-    size = sum(shard.bytes for shard in shards)
-    ledger.write_checkpoint(CheckpointRecord(step=step, epoch=epoch, blobs=blobs, bytes=size, created_at=time.time()))
+    size = sum(shard.bytes for shard in written)
+    record = CheckpointRecord(
+        step=step,
+        epoch=epoch,
+        blobs={name: digest for shard in written for name, digest in shard.blobs.items()},
+        bytes=size,
+        masters={name: about for shard in written for name, about in shard.masters.items()},
+        created_at=time.time(),
+    )
+    ledger.write_checkpoint(record)
     return size
 
 
@@ -85,17 +111,20 @@ def save_checkpoint(
     decoder: Decoder,
     optimizer: RunOptimizer,
     codec: BoundaryCodec | None = None,
+    writer: MastersWriter | None = None,
 ) -> int:
     """Write the checkpoint of `step` by one process, unless it is already committed. Returns its size in bytes."""
     if ledger.checkpoint(step) is not None:
         return 0
-    return commit_checkpoint(ledger, step, epoch, [write_shard(store, ledger.run_id, step, decoder, optimizer, codec)])
+    shard = write_shard(store, ledger.run_id, step, decoder, optimizer, codec, writer=writer)
+    return commit_checkpoint(ledger, step, epoch, [shard])
 
 
 def read_blob(store: Store, ledger: Ledger, step: int, name: str) -> dict[str, Tensor]:
     """`masters`, `optimizer` or `codec` of a committed checkpoint, whole, digests checked.
 
-    Raises BoardError when the checkpoint is not there and IntegrityError when its bytes are not the committed ones.
+    Raises BoardError when the checkpoint is not there and IntegrityError when its bytes are not the committed ones or
+    what they are a delta against is gone.
     """
     return _read(store, ledger, step, name, lambda found: False)
 
@@ -109,22 +138,14 @@ def _read(
     place: StagePlace | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of one kind, shard by shard until there are `enough`; the shard of the same stage comes first."""
-    record = ledger.checkpoint(step)
-    if record is None:
-        raise BoardError(f"run {ledger.run_id} has no checkpoint of step {step}")
-    shards = [name for name in record.blobs if (match := _SHARD.fullmatch(name)) and match[1] == kind]
-    if not shards:
-        raise IntegrityError(f"checkpoint {step} of run {ledger.run_id} has no {kind}")
-    if place is not None:
-        mine = f"{kind}-{place.index}of{place.count}"
-        shards.sort(key=lambda name: name != mine)
+    record = read_record(ledger, step)
+    reader = MastersReader(store, ledger)
     tensors: dict[str, Tensor] = {}
-    for name in shards:
-        data = store.get(keys.checkpoint_blob(ledger.run_id, step, name))
-        digest = blake3(data).hexdigest()
-        if digest != record.blobs[name]:
-            raise IntegrityError(f"checkpoint {step}/{name}: digest {digest[:16]}, committed {record.blobs[name][:16]}")
-        tensors.update(load(data))
+    for name in shards(record, ledger.run_id, kind, place):
+        if kind == "masters":
+            tensors.update(reader.read_blob(record, name))
+        else:
+            tensors.update(load(fetch_blob(store, ledger.run_id, record, name)))
         if enough(tensors):
             break
     return tensors
@@ -165,11 +186,28 @@ def _parameters(state: Collection[str]) -> set[str]:
     return {key.partition(":")[2] for key in state}
 
 
-def surplus(checkpoints: list[int], keep: int, anchor_needs_from: int | None) -> list[int]:
-    """Checkpoints that nobody needs any more: not among the newest `keep`, and older than what the anchor's next
-    fire reads (None: no anchor)."""
-    old = sorted(checkpoints)[:-keep]
-    return [step for step in old if anchor_needs_from is None or step < anchor_needs_from]
+def surplus(
+    checkpoints: Collection[int], keep: int, needed: Collection[int], bases: Callable[[int], Collection[int]]
+) -> list[int]:
+    """Checkpoints that nobody needs any more, in the order in which they may be deleted: what is a delta goes before
+    what it is a delta against.
+
+    Kept are the newest `keep`, those `needed`, and whatever their chains go through; `bases` says which checkpoints
+    one is a delta against.
+    """
+    kept: set[int] = set()
+    todo = {*sorted(checkpoints)[-keep:], *(set(needed) & set(checkpoints))}
+    while todo:
+        kept |= todo
+        todo = {base for step in todo for base in bases(step)} - kept
+    return sorted(set(checkpoints) - kept, reverse=True)
+
+
+def bases_of(ledger: Ledger, step: int) -> set[int]:
+    """The checkpoints that the one of `step` is a delta against; none when it is whole, or gone."""
+    record = ledger.checkpoint(step)
+    blobs = () if record is None else record.masters.values()
+    return {about.base for about in blobs if about.base is not None}
 
 
 def delete_checkpoint(store: Store, run_id: str, step: int) -> None:

@@ -2,8 +2,11 @@
 
     G = blend * G_comp + (1 - blend) * |G_comp| * sign(M)
 
-The magnitude stays the compressed gradient's own; the anchor decides most of the sign. It comes after gradient
-clipping, so the global norm of what the optimizer sees is at most that of the clipped gradient.
+The magnitude stays the compressed gradient's own; the anchor decides most of the sign. sign(0) is +1 (`signmap`).
+
+The order of a step: the whole model's gradient norm is measured, the gradient clipped to `optimizer.clip_norm`, then
+re-signed, then given to the optimizer. No element is larger after the correction than before, so the norm of what the
+optimizer sees is at most the clip, and less where signs disagree; nothing scales it up again.
 """
 
 from __future__ import annotations

@@ -127,6 +127,9 @@ def test_a_run_of_many_processes_is_a_whole_run(calm: Path) -> None:
     assert record is not None
     kinds = ("masters", "optimizer", "codec")
     assert sorted(record.blobs) == sorted(f"{kind}-{s}of{STAGES}" for kind in kinds for s in range(STAGES))
+    assert {name: about.base for name, about in record.masters.items()} == {
+        f"masters-{stage}of{STAGES}": STEPS - 4 for stage in range(STAGES)
+    }  # every process a delta of its own
     masters = read_blob(store, ledger, STEPS, "masters")
     assert sum(tensor.numel() for tensor in masters.values()) == ledger.run().parameters
     assert read_sign_map(store, ledger, 4, {name: tuple(t.shape) for name, t in masters.items()}) is not None

@@ -16,6 +16,8 @@ from sprawl.board.ledger import Ledger
 from sprawl.board.reader import VersionReader
 from sprawl.board.store import open_store
 from sprawl.board.verify import verify_board
+from sprawl.delta.state import tensor_digests
+from sprawl.train.checkpoint import read_blob
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -94,22 +96,29 @@ def test_killed_run_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path, co
     assert root_digests(board, "killed") == calm
     ledger = Ledger(store, "killed")
     assert [record.step for record in ledger.steps()] == list(range(1, STEPS + 1))
-    assert [record.step for record in ledger.fires() if not record.extra] == [4, 8, 12]
+    assert [record.step for record in ledger.fires() if record.kind == "scheduled"] == [4, 8, 12]
     assert all(record.newest_step <= record.step - 4 for record in ledger.fires())
     assert [record.control for record in ledger.steps()] == [record.control for record in Ledger(store, "calm").steps()]
     acted = [record.control for record in ledger.steps() if record.control is not None and record.control.level]
     if "control.enabled=true" in more:
-        assert [record.step for record in ledger.fires() if record.extra] == [6, 10]
+        assert [record.step for record in ledger.fires() if record.kind == "extra"] == [6, 10]
         assert [record.sign_fire for record in ledger.steps()] == [None] * 4 + [4, 4, 6, 6, 8, 8, 10, 10]
         assert {control.lr_scale for control in acted} >= {0.5, 0.25, 0.125}
         assert any(control.dense for control in acted)
     else:
         assert not acted
-        assert not any(record.extra for record in ledger.fires())
+        assert not any(record.kind == "extra" for record in ledger.fires())
     assert [record.version for record in ledger.evaluations()] == [0, 6, 12]
     assert verify_board(store, "killed").problems == []
     assert sum(event.kind == "resume" for event in ledger.events()) == 2
     assert not [event.message for event in ledger.events() if event.kind == "violation"]
+    ages = [(record.sign_age, record.sign_weights_age) for record in ledger.steps()]
+    assert ages == [*[(None, None)] * 4, *((age, age + 4) for _ in range(2) for age in range(1, 5))]
+    last = ledger.checkpoint(STEPS)
+    assert last is not None
+    assert [about.base for about in last.masters.values()] == [8]  # a delta, written after two resumes
+    masters = [read_blob(store, Ledger(store, run), STEPS, "masters") for run in ("calm", "killed")]
+    assert tensor_digests(masters[0]) == tensor_digests(masters[1])
     rewards = [[record.reward for record in Ledger(store, run).steps()] for run in ("calm", "killed")]
     assert rewards[0] == rewards[1]
 

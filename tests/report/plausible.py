@@ -218,7 +218,7 @@ def with_control(data: RunData) -> RunData:
         data.run.model_copy(update={"config": config}),
         [record.model_copy(update={"control": control(record.step)}) for record in data.steps],
         data.evaluations,
-        [*data.fires, *([make_fire(50, extra=True)] if data.last_step >= 50 else [])],
+        [*data.fires, *([make_fire(50, kind="extra")] if data.last_step >= 50 else [])],
         data.events,
         data.islands,
     )

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sprawl.board.records import Views
+from sprawl.board.records import ControlRecord, Views, Wire
 from sprawl.report.data import RunData
 from sprawl.report.violations import find_violations, run_checks
 from tests.report.plausible import (
@@ -56,18 +56,51 @@ CASES = {
     "ratio nan": (of([make_step(1, ratio_max_error=math.nan)]), "PPO ratio off 1"),
     "stale": (of([make_step(1, staleness_max=2)]), "max_staleness=1"),
     "lag": (of(clean_steps(), [make_fire(40, newest_step=21)]), "used weights of step 21, newer than 20"),
+    "older checkpoint newer": (
+        of(clean_steps(), [make_fire(20, checkpoints=[10, 0])]),
+        "used weights of step 10, newer than 0",
+    ),
+    "matching": (
+        of(clean_steps(), [make_fire(20, replayed_versions=[0, 1])], overrides=["anchor.replay=matching"]),
+        "rollouts of versions [0, 1], not of the weights it held (0)",
+    ),
     "optimizer": (of(clean_steps(), [make_fire(20, optimizer_steps=1)]), "stepped an optimizer 1 times"),
+    "weights moved": (
+        of(clean_steps(), [make_fire(20, weights_before="ab", weights_after="cd")]),
+        "replay changed the weights it ran at: 20",
+    ),
+    "other parameters": (
+        of(clean_steps(), [make_fire(20, parameters=8, bytes=121)]),
+        "is of 8 parameters, the run has",
+    ),
+    "sign received": (
+        of([*clean_steps(20), make_step(21, sign_fire=20, sign_age=1, sign=Wire(sent=7, dense=8))], [make_fire(20)]),
+        "received another sign map than their fire sent: 21",
+    ),
+    "sign unknown": (of([make_step(1, sign_fire=20, sign_age=1)]), "by a fire that is not on the ledger: 1"),
+    "sign age": (
+        of([*clean_steps(20), make_step(21, sign_fire=20, sign_age=2)], [make_fire(20)]),
+        "record a wrong age of their sign map: 21",
+    ),
+    "weights age": (
+        of([*clean_steps(20), make_step(21, sign_fire=20, sign_age=1, sign_weights_age=1)], [make_fire(20)]),
+        "record a wrong age of their sign map: 21",
+    ),
+    "not waited for": (
+        of(clean_steps(21), [make_fire(20)], overrides=["anchor.blocking=true"]),
+        "went on without the due fire although anchor.blocking is true: 21",
+    ),
     "sign size": (of(clean_steps(), [make_fire(20, bytes=262_745)]), "sign map of step 20 has 262745 bytes"),
     "uneven fire": (of(clean_steps(), [make_fire(21)]), "no multiple of c=20: 21"),
     "repeated fire": (of(clean_steps(), [make_fire(20), make_fire(20)]), "fires recorded more than once: 20"),
     "too many fires": (of(clean_steps(19), [make_fire(20)]), "1 fires, expected floor(19/20) = 0"),
-    "extra fire off": (of(clean_steps(), [make_fire(30, extra=True)]), "although control.enabled is false: 30"),
+    "extra fire off": (of(clean_steps(), [make_fire(30, kind="extra")]), "although control.enabled is false: 30"),
     "extra fire unasked": (
-        of(clean_steps(), [make_fire(30, extra=True)], overrides=["control.enabled=true"]),
+        of(clean_steps(), [make_fire(30, kind="extra")], overrides=["control.enabled=true"]),
         "that no step asked for: 30",
     ),
     "regular fire as extra": (
-        of(clean_steps(), [make_fire(20), make_fire(40, extra=True)], overrides=["control.enabled=true"]),
+        of(clean_steps(), [make_fire(20), make_fire(40, kind="extra")], overrides=["control.enabled=true"]),
         "recorded as brought forward: 40",
     ),
     "extra fire as regular": (of(clean_steps(), [make_fire(20), make_fire(30)]), "no multiple of c=20: 30"),
@@ -94,6 +127,24 @@ def test_missing_fire_counts_only_when_the_run_is_finished():
     assert find_violations(of(steps, fires)) == []
     assert find_violations(of(steps, fires), finished=True) == ["1 fires, expected floor(40/20) = 2"]
     assert find_violations(of(steps, fires, [make_event("finish", 40)])) == ["1 fires, expected floor(40/20) = 2"]
+
+
+def test_extra_fires_are_counted_apart():
+    steps, on = [*clean_steps(39), make_step(40, control=ControlRecord(level=1, fire=33))], ["control.enabled=true"]
+    extra = make_fire(33, kind="extra", newest_step=13)
+    assert find_violations(of(steps, [make_fire(20), extra, make_fire(40)], overrides=on), finished=True) == []
+    assert find_violations(of(steps, [make_fire(20), extra], overrides=on), finished=True) == [
+        "1 fires (and 1 extra), expected floor(40/20) = 2"
+    ]
+    newer = make_fire(33, kind="extra", newest_step=14)
+    assert find_violations(of(steps, [newer, make_fire(20)], overrides=on)) == [
+        "fire at step 33 used weights of step 14, newer than 13 (t-K)"
+    ]
+
+
+def test_the_base_model_is_old_enough_for_the_first_fires():
+    fires = [make_fire(10, newest_step=0, checkpoints=[0]), make_fire(20, newest_step=0, checkpoints=[0])]
+    assert find_violations(of(clean_steps(20), fires, overrides=["anchor.every=10"]), finished=True) == []
 
 
 def test_ratio_may_leave_1_with_more_inner_epochs():

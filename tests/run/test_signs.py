@@ -23,7 +23,7 @@ class Board:
         self.store = MemoryStore("signs")
         self.ledger = Ledger(self.store, "run")
 
-    def fire(self, step: int, values: list[float], damage: bool = False) -> int:
+    def fire(self, step: int, values: list[float], damage: bool = False, direction: bool = True) -> int:
         data = signmap.encode_signs({"w": torch.tensor(values)}, step)
         digest = blake3(data).hexdigest()
         self.store.put(keys.sign_map("run", step, digest), data[:-1] if damage else data)
@@ -40,6 +40,7 @@ class Board:
                 parameters=3,
                 grad_norm=1.0,
                 loss=0.0,
+                has_direction=direction,
                 seconds=0.1,
                 finished_at=0.0,
             )
@@ -65,6 +66,7 @@ def test_a_map_is_used_from_the_step_after_its_fire() -> None:
     assert maps.signs["w"].tolist() == [True, False, True]
     assert maps.take(22, never) == 0  # held between fires, received once
     assert maps.fire == 20
+    assert maps.weights_step == 0  # of the newest weights behind it
 
 
 def test_without_blocking_a_late_map_is_taken_when_it_comes() -> None:
@@ -123,6 +125,30 @@ def test_blocking_gives_up_with_a_hint() -> None:
     maps = Board().maps(blocking=True, timeout_s=0.1)
     with pytest.raises(SprawlError, match=r"did not fire for step 20 .*see the log"):
         maps.take(21, lambda: None)
+
+
+def test_without_a_direction_nothing_is_corrected() -> None:
+    board = Board()
+    board.fire(20, [0, 0, 0], direction=False)
+    board.fire(40, [1, 0, -1])
+    maps = board.maps()
+    assert maps.take(21, never) > 0
+    assert (maps.fire, maps.signs) == (20, None)
+    maps.take(41, never)
+    assert maps.signs is not None
+    assert maps.signs["w"].tolist() == [True, True, False]
+
+
+def test_checkpoints_that_the_anchor_still_reads() -> None:
+    board = Board()
+    maps = board.maps()
+    assert maps.checkpoints_needed(60) == {0, 20, 40}
+    for step in (20, 40):
+        board.fire(step, [1, 1, 1])
+    assert maps.checkpoints_needed(60) == {20, 40}
+    board.fire(60, [1, 1, 1])
+    assert maps.checkpoints_needed(60) == set()
+    assert board.maps(enabled=False).checkpoints_needed(60) == set()
 
 
 def test_disabled_anchor_is_never_asked() -> None:

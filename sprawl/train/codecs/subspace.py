@@ -87,10 +87,11 @@ class BasisObserver(DenseCodec):
         return x
 
     def refreshed(self) -> dict[int, Tensor]:
-        """One step of power iteration: orth(X^T (X Q)) of every boundary; one that is not finite keeps its basis."""
-        return {
+        """One step of power iteration: orth(X^T (X Q)) of every boundary; one where nothing was carried, or something
+        that is not finite, keeps its basis."""
+        fresh = {
             layer: torch.linalg.qr(total.double()).Q.float()
+            for layer, total in self._sums.items()
             if bool(total.isfinite().all())
-            else self._codec.bases[layer]
-            for layer, total in sorted(self._sums.items())
         }
+        return dict(sorted((self._codec.bases | fresh).items()))
