@@ -54,8 +54,11 @@ def checkpoints_for(step: int, config: AnchorConfig) -> list[int]:
     return [there[0], there[-1]] if config.forecast == "window" and len(there) > 1 else there
 
 
-def checkpoints_needed(fires: Iterable[int], config: AnchorConfig) -> set[int]:
-    """Steps of all checkpoints that the fires due at the steps `fires` read."""
+def checkpoints_needed(next_fire: int, last: int, config: AnchorConfig, grid: int | None = None) -> set[int]:
+    """Steps of all checkpoints that the fires due at `next_fire`, one c later, ... up to `last` read. With a `grid`,
+    also of the fires that can be asked for between them and before the next one."""
+    apart = grid or config.every
+    fires = range(next_fire - config.every + apart, last + 1, apart)
     return {at for fire in fires for at in checkpoints_for(fire, config)}
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from sprawl.anchor import signmap
 from sprawl.anchor.forecast import checkpoints_for, factors, project, replayed_step
 from sprawl.anchor.replay import fold, matching_rows, replay, zeros_like
-from sprawl.anchor.schedule import fire_before, next_fire
+from sprawl.anchor.schedule import fires_before, open_requests
 from sprawl.anchor.untouched import watch
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
@@ -76,12 +76,15 @@ class AnchorService:
         """The optimizer step of the first fire that has not happened."""
         while self.ledger.fire(self._next_fire) is not None:
             self._next_fire += self.config.anchor.every
-        if not self.config.control.enabled:
-            return self._next_fire
-        return next_fire(self._done(), self.ledger.fire_requests(), self.config.anchor.every)
+        asked = open_requests(self._requested(), self._next_fire, self.config.anchor.every)
+        return next((step for step in asked if self.ledger.fire(step) is None), self._next_fire)
 
-    def _done(self) -> set[int]:
-        return {record.step for record in self.ledger.fires()}
+    def _requested(self) -> list[int]:
+        """Fires between the regular ones; only the drift controller asks for any."""
+        return self.ledger.fire_requests() if self.config.control.enabled else []
+
+    def _fire_before(self, step: int) -> int | None:
+        return next(iter(fires_before(step, self._requested(), self.config.anchor.every)), None)
 
     def finished(self) -> bool:
         """Whether the run needs no further fire."""
@@ -117,8 +120,7 @@ class AnchorService:
         observer = self._observer(step)
         with watch(decoder) as watched:
             result = replay(decoder, replayed.batch, self.config, observer, replayed.rows)
-        previous = fire_before(step, self._done())
-        momentum = self._momentum_after(previous) or zeros_like(result.gradients)
+        momentum = self._momentum_before(step) or zeros_like(result.gradients)
         if math.isfinite(result.grad_norm) and len(replayed.rows):
             momentum = fold(momentum, result.gradients, self.config.anchor.fold)
         # else M stays: a gradient that is not finite would poison it for good, and no rollouts say nothing.
@@ -133,6 +135,7 @@ class AnchorService:
             self.store.put(keys.bases(self.run_id, step, blake3(bases).hexdigest()), bases)
         record = FireRecord(
             step=step,
+            kind="extra" if step % self.config.anchor.every else "scheduled",
             newest_step=used[0],
             checkpoints=used,
             checkpoint_bytes=self._masters.bytes_read - read_before,
@@ -152,13 +155,12 @@ class AnchorService:
             optimizer_steps=watched.optimizer_steps,
             weights_before=watched.before,
             weights_after=watched.after,
-            kind="extra" if step % self.config.anchor.every else "scheduled",
             seconds=time.perf_counter() - started,
             finished_at=time.time(),
         )
         self.ledger.write_fire(record)
         self._momentum, self._momentum_step = momentum, step
-        self._forget(step, previous, used)
+        self._forget(step, used)
         return record
 
     def _weights(self, step: int, used: list[int]) -> dict[str, torch.Tensor]:
@@ -189,14 +191,14 @@ class AnchorService:
         assert best is not None  # newest is at least 1
         return best
 
-    def _forget(self, step: int, previous: int | None, used: list[int]) -> None:
-        """Drop what no later fire needs: checkpoints in memory, and M from before the fire `previous` (a second anchor
-        may still be folding on that one)."""
+    def _forget(self, step: int, used: list[int]) -> None:
+        """Drop what no later fire needs: checkpoints in memory, and M from before the fire that is now committed (a
+        second anchor may still be folding on the one before)."""
         following = checkpoints_for(step + self.config.anchor.every, self.config.anchor)
         coming = [at for at in following if at not in used]
         bases = {base for at in coming if (base := self._plan.base(at)) is not None}
         self._masters.hold({at for at in used if at in following or at in bases})
-        oldest = keys.anchor_state(self.run_id, previous or 0)
+        oldest = keys.anchor_state(self.run_id, step - self.config.anchor.every)
         for key in self.store.list(keys.anchor_states(self.run_id)):
             if key < oldest:
                 self.store.delete(key)
@@ -212,13 +214,14 @@ class AnchorService:
         codec = make_codec(self.config.boundary, self.config.seed)
         if not isinstance(codec, SubspaceCodec):
             return None
-        before = fire_before(step, self._done())
+        before = self._fire_before(step)
         previous = None if before is None else self.ledger.fire(before)
         codec.use(read_bases(self.store, self.run_id, previous) if previous is not None else None)
         return BasisObserver(codec)
 
-    def _momentum_after(self, previous: int | None) -> dict[str, torch.Tensor] | None:
-        """M after the fire before: in memory, or the durable one after a restart; None before the first."""
+    def _momentum_before(self, step: int) -> dict[str, torch.Tensor] | None:
+        """M after the previous fire: in memory, or the durable one after a restart."""
+        previous = self._fire_before(step)
         if previous is None:
             return None
         if self._momentum is not None and self._momentum_step == previous:

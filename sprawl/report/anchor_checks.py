@@ -32,7 +32,7 @@ def fires_counted(data: RunData, finished: bool) -> Found:
 
 
 def _brought_forward(data: RunData, every: int) -> list[str]:
-    """Fires between the regular ones are the drift controller's, and a step asked for each."""
+    """Extra fires are the drift controller's, and a step asked for each."""
     extra = [record.step for record in data.fires if record.kind == "extra"]
     found = []
     if extra and not data.setting("control.enabled", False):

@@ -57,7 +57,7 @@ class Controller:
             return AS_CONFIGURED
         before = self.record or ControlRecord()
         age = None if sign_fire is None else step - sign_fire
-        now = self.record = decide(step, before, list(self._history), age, self._config, self._circuit)
+        now = decide(step, before, list(self._history), age, self._config, self._circuit)
         seen = "; ".join(now.symptoms.values())
         if now.level != before.level:
             message = f"level {before.level} -> {now.level}" + (f": {seen}" if seen else ": quiet")
@@ -68,6 +68,7 @@ class Controller:
         if now.verdict is not None:
             self._report("verdict", now.verdict, now.model_dump(), step)
             raise Verdict(now.verdict, remedy(now.symptoms))
+        self.record = now
         return steering(now)
 
     def replay(self, extra: Mapping[str, Any]) -> Steering:

@@ -151,9 +151,9 @@ class RunSession:
         if head is None:
             self.trainer.publish(0, {})
             head = 0
-        self.control = Controller(self.config, self.ledger, self._event)
         shapes = {name: tuple(tensor.shape) for name, tensor in base.weights.items()}
         self.signs = SignMaps(self.store, self.ledger, self.config.anchor, shapes, f"see {self.log_dir}/anchor.log")
+        self.control = Controller(self.config, self.ledger, self._event)
         self.signs.requested = self.control.requested
         self._checkpoint(0)
         self._parameters = record.parameters
@@ -425,7 +425,8 @@ class RunSession:
         if step % self.config.checkpoint.every and step != self.config.steps:
             return
         self.trainer.checkpoint(step)
-        grid = self.config.checkpoint.every if self.config.control.enabled else self.config.anchor.every
+        control = self.config.control
+        grid = self.config.checkpoint.every if control.enabled and control.bring_forward else None
         needed = self.signs.checkpoints_needed(self.config.steps, grid)
         bases = partial(bases_of, self.ledger)
         for old in surplus(self.ledger.checkpoints(), self.config.checkpoint.keep, needed, bases):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from sprawl.anchor.forecast import checkpoints_needed
-from sprawl.anchor.schedule import fires_before, open_fires
+from sprawl.anchor.schedule import fires_before
 from sprawl.anchor.service import read_bases, read_sign_map
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store
@@ -83,14 +83,14 @@ class SignMaps:
         self.fire = fire
         return record.bytes
 
-    def checkpoints_needed(self, steps: int, grid: int) -> set[int]:
-        """Steps of the checkpoints that the anchor still reads for a run of so many steps; `grid`: see
-        `sprawl.anchor.schedule.open_fires`."""
+    def checkpoints_needed(self, steps: int, grid: int | None = None) -> set[int]:
+        """Steps of the checkpoints that the anchor still reads, or may be asked to read, for a run of so many steps.
+        `grid`: the distance at which fires may be asked for; None: nobody asks."""
         if not self._config.enabled:
             return set()
         while self._ledger.fire(self._next_fire) is not None:
             self._next_fire += self._config.every
-        return checkpoints_needed(open_fires(self._next_fire, steps, self._config.every, grid), self._config)
+        return checkpoints_needed(self._next_fire, steps, self._config, grid)
 
     def wait_for(self, fire: int, idle: Callable[[], None]) -> None:
         """Until the fire due at step `fire` is committed."""

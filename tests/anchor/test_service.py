@@ -138,10 +138,7 @@ def test_retention_keeps_what_the_anchor_still_reads_and_nothing_else(forecast: 
         if step % 2:
             continue
         for gone in surplus(
-            ledger.checkpoints(),
-            1,
-            signs.checkpoints_needed(config.steps, config.anchor.every),
-            lambda at: bases_of(ledger, at),
+            ledger.checkpoints(), 1, signs.checkpoints_needed(config.steps), lambda at: bases_of(ledger, at)
         ):
             delete_checkpoint(store, RUN, gone)
             for kept in ledger.checkpoints():  # at any moment: no delta without its base

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sprawl.board.records import Views, Wire
+from sprawl.board.records import ControlRecord, Views, Wire
 from sprawl.report.data import RunData
 from sprawl.report.violations import find_violations, run_checks
 from tests.report.plausible import (
@@ -136,12 +136,14 @@ def test_missing_fire_counts_only_when_the_run_is_finished():
 
 
 def test_extra_fires_are_counted_apart():
+    steps, on = [*clean_steps(39), make_step(40, control=ControlRecord(level=1, fire=33))], ["control.enabled=true"]
     extra = make_fire(33, kind="extra", newest_step=13)
-    assert find_violations(of(clean_steps(40), [make_fire(20), extra, make_fire(40)]), finished=True) == []
-    assert find_violations(of(clean_steps(40), [make_fire(20), extra]), finished=True) == [
+    assert find_violations(of(steps, [make_fire(20), extra, make_fire(40)], overrides=on), finished=True) == []
+    assert find_violations(of(steps, [make_fire(20), extra], overrides=on), finished=True) == [
         "1 fires (and 1 extra), expected floor(40/20) = 2"
     ]
-    assert find_violations(of(clean_steps(40), [make_fire(33, kind="extra", newest_step=14), make_fire(20)])) == [
+    newer = make_fire(33, kind="extra", newest_step=14)
+    assert find_violations(of(steps, [newer, make_fire(20)], overrides=on)) == [
         "fire at step 33 used weights of step 14, newer than 13 (t-K)"
     ]
 

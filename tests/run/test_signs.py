@@ -142,13 +142,13 @@ def test_without_a_direction_nothing_is_corrected() -> None:
 def test_checkpoints_that_the_anchor_still_reads() -> None:
     board = Board()
     maps = board.maps()
-    assert maps.checkpoints_needed(60, 20) == {0, 20, 40}
+    assert maps.checkpoints_needed(60) == {0, 20, 40}
     for step in (20, 40):
         board.fire(step, [1, 1, 1])
-    assert maps.checkpoints_needed(60, 20) == {20, 40}
+    assert maps.checkpoints_needed(60) == {20, 40}
     board.fire(60, [1, 1, 1])
-    assert maps.checkpoints_needed(60, 20) == set()
-    assert board.maps(enabled=False).checkpoints_needed(60, 20) == set()
+    assert maps.checkpoints_needed(60) == set()
+    assert board.maps(enabled=False).checkpoints_needed(60) == set()
 
 
 def test_disabled_anchor_is_never_asked() -> None:
