@@ -53,8 +53,8 @@ def test_hubs_are_what_the_anchor_reads_and_only_they_are_bases() -> None:
     assert [plan.base(step) for step in range(0, 27, 2)] == expected
     ahead = DeltaPlan.of(config(lag=6, every=4))
     assert [ahead.base(step) for step in (0, 2, 4, 6, 8, 10)] == [None, 0, 2, 2, 6, None]
-    for settings in ({}, {"lag": 2}, {"lag": 6}, {"lag": 20}):
-        run = config(whole_every=5, **settings)
+    for changes in ({}, {"lag": 2}, {"lag": 6}, {"lag": 20}):
+        run = config(whole_every=5, **changes)
         plan = DeltaPlan.of(run)
         read = {max(0, fire - run.anchor.lag) for fire in range(4, 200, 4)}
         assert all(plan.is_hub(step) for step in read)
