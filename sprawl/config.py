@@ -152,8 +152,15 @@ class AnchorConfig(Section):
     replay: Literal["newest", "matching"] = Field(
         "newest", description="newest batch at forecast weights, or the batch the stale weights generated."
     )
-    forecast: Literal["secant", "stale"] = Field("secant", description="How stale weights are projected forward.")
-    strength: Annotated[float, Field(ge=0)] = Field(1.0, description="Multiplier of the secant step.")
+    forecast: Literal["secant", "window", "fit4", "stale"] = Field(
+        "secant", description="How stale weights are projected forward, see `sprawl.anchor.forecast`."
+    )
+    strength: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="How far a forecast leaves the newest weights it may see; 0 is stale."
+    )
+    window: Annotated[int, Field(ge=2)] = Field(
+        4, description="Checkpoints, c steps apart, that the baseline of forecast: window grows to."
+    )
     blocking: bool = Field(
         False, description="Wait for a due sign map before the next step; needed for bit-identical resume."
     )

@@ -16,7 +16,7 @@ from blake3 import blake3
 from safetensors.torch import load, save
 
 from sprawl.anchor import signmap
-from sprawl.anchor.forecast import checkpoints_for, replayed_step, secant
+from sprawl.anchor.forecast import checkpoints_for, factors, project, replayed_step
 from sprawl.anchor.replay import Replay, fold, replay
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
@@ -70,7 +70,7 @@ class AnchorService:
         # The manifest is the commit point of optimizer step `step`; its rollouts were durable before.
         if not self.store.exists(keys.manifest(self.run_id, step)):
             return None
-        needed = checkpoints_for(step, self.config.anchor) or [0]
+        needed = checkpoints_for(step, self.config.anchor)
         if any(self.ledger.checkpoint(checkpoint) is None for checkpoint in needed):
             return None
         return step
@@ -82,18 +82,11 @@ class AnchorService:
             return existing
         started = time.perf_counter()
         config = self.config.anchor
-        # Before K steps have passed, the base model is the newest checkpoint old enough (only when c < K).
-        used = checkpoints_for(step, config) or [0]
-        weights = [read_blob(self.store, self.ledger, checkpoint, "masters") for checkpoint in used]
+        used = checkpoints_for(step, config)
         replayed = replayed_step(step, config, self.config.rollout.max_staleness)
         batch = load_batch(self.store, self.run_id, replayed)
         decoder = self._model()
-        if len(used) == 2:
-            horizon = config.strength * config.lag / config.every
-            decoder.load_served(secant(weights[0], weights[1], horizon), torch.float32)
-        else:
-            decoder.load_served(weights[0], torch.float32)
-        del weights
+        decoder.load_served(self._weights(step, used), torch.float32)
         observer = self._observer(step)
         result = replay(decoder, batch, self.config, observer)
         if not math.isfinite(result.grad_norm):
@@ -113,7 +106,7 @@ class AnchorService:
             step=step,
             newest_step=used[0],
             checkpoints=used,
-            forecast="secant" if len(used) == 2 else "stale",
+            forecast=config.forecast if len(used) > 1 else "stale",
             replayed_step=replayed,
             digest=digest,
             bytes=len(packed),
@@ -131,6 +124,15 @@ class AnchorService:
         # The state two fires ago can no longer be needed: this fire is committed.
         self.store.delete(keys.anchor_state(self.run_id, step - 2 * config.every))
         return record
+
+    def _weights(self, step: int, used: list[int]) -> dict[str, torch.Tensor]:
+        """The weights that the fire replays at: the newest checkpoint, or the forecast from all of `used`."""
+        newest = self._masters(used[0])
+        older = map(self._masters, used[1:])  # read one at a time
+        return project(newest, zip(factors(step, used, self.config.anchor), older, strict=True)) if used[1:] else newest
+
+    def _masters(self, step: int) -> dict[str, torch.Tensor]:
+        return read_blob(self.store, self.ledger, step, "masters")
 
     def _model(self) -> Decoder:
         if self._decoder is None:

@@ -418,7 +418,7 @@ class RunSession:
             next_fire = self.config.anchor.every
             while self.ledger.fire(next_fire) is not None:
                 next_fire += self.config.anchor.every
-            needed = min(checkpoints_for(next_fire, self.config.anchor) or [0])
+            needed = min(checkpoints_for(next_fire, self.config.anchor))
         for old in surplus(self.ledger.checkpoints(), self.config.checkpoint.keep, needed):
             delete_checkpoint(self.store, self.run_id, old)
 
