@@ -70,7 +70,8 @@ def encode_masters(base: Mapping[str, torch.Tensor], new: Mapping[str, torch.Ten
         raise ValueError("the masters to be compared have other tensors, dtypes or shapes")
     parts = list(_cuts(new))
     blobs = [encode(_pieces(base, part), _pieces(new, part), threads=threads).blob for part in parts]
-    about = {"format": FORMAT, "tensors": json.dumps(table), "parts": json.dumps(parts)}
+    # One metadata entry: safetensors writes several in random order.
+    about = {"masters": json.dumps({"format": FORMAT, "tensors": table, "parts": parts})}
     return save(
         {f"{at:06d}": torch.frombuffer(bytearray(blob), dtype=torch.uint8) for at, blob in enumerate(blobs)}, about
     )
@@ -123,13 +124,11 @@ def _open(blob: bytes, name: str) -> tuple[list[list[object]], list[list[Cut]], 
     try:
         size = int.from_bytes(blob[:8], "little")
         header = json.loads(blob[8 : 8 + size])
-        about = header.pop("__metadata__")
+        about = json.loads(header["__metadata__"]["masters"])
         if about["format"] != FORMAT:
             raise IntegrityError(f"{name} has format {about['format']!r}, this release knows {FORMAT}")
-        table = json.loads(about["tensors"])
-        parts = [
-            [(str(tensor), int(start), int(stop)) for tensor, start, stop in p] for p in json.loads(about["parts"])
-        ]
+        table = about["tensors"]
+        parts = [[(str(tensor), int(start), int(stop)) for tensor, start, stop in part] for part in about["parts"]]
         body = memoryview(blob)[8 + size :]
         places = [header[f"{at:06d}"]["data_offsets"] for at in range(len(parts))]
     except (ValueError, KeyError, TypeError) as error:

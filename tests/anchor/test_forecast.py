@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sprawl.anchor.forecast import (
@@ -55,6 +55,7 @@ def anchor(**settings: object) -> AnchorConfig:
     return AnchorConfig.model_validate(settings)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(("secant", "window", "fit4", "stale")),
     st.integers(1, 12),
