@@ -79,7 +79,7 @@ report: $(INSTALLED) ## HTML report of the newest run
 	$(BIN)/sprawl report latest $(ARGS)
 
 arms: $(INSTALLED) ## compare prf + anchor, prf alone and dense, one after another
-	$(BIN)/python -m benchmarks.arms $(ARGS)
+	$(BIN)/sprawl compare configs/compare/arms.yaml $(ARGS)
 
 clean: ## remove caches; runs, reports, models and .venv stay
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

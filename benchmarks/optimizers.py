@@ -30,8 +30,7 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.arms import stream
-from benchmarks.command import run
+from benchmarks.command import run, stream
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store, open_store
 from sprawl.config import RunConfig, load_config

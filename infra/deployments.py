@@ -44,6 +44,11 @@ DEPLOYMENTS = (
         "Greedy evaluation of one published version of a run.",
         parameters=MappingProxyType({"run_id": "latest"}),
     ),
+    Deployment(
+        "flows.compare.compare",
+        "Matched arms of a study, several seeds each: trained, then laid side by side in one table and its figures.",
+        parameters=MappingProxyType({"study": "configs/compare/report.yaml"}),
+    ),
 )
 
 

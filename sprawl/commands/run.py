@@ -23,6 +23,7 @@ def _options(function):
         ),
         click.option("--runner", type=RUNNERS, default="auto", show_default=True, help=RUNNER_HELP),
         click.option("--up", is_flag=True, help="Start the local Prefect stack first if it is not running."),
+        click.option("--no-page", is_flag=True, help="Draw no HTML report at the end (with --runner plain)."),
     ):
         function = option(function)
     return function
@@ -45,6 +46,7 @@ def run(
     board: str | None,
     runner: str,
     up: bool,
+    no_page: bool,
 ) -> None:
     """Train as CONFIG says, from the first step to the report.
 
@@ -69,6 +71,7 @@ def run(
         board=absolute_board(board or loaded.board),
         run_id=run_id,
         resume=resume,
+        page=not no_page,
     )
     sys.exit(_drive(options, runner, up))
 
@@ -76,7 +79,7 @@ def run(
 @click.command()
 @click.argument("run_id", default="latest")
 @_options
-def resume(run_id: str, board: str | None, runner: str, up: bool) -> None:
+def resume(run_id: str, board: str | None, runner: str, up: bool, no_page: bool) -> None:
     """Continue a run where it was stopped or killed: RUN_ID, or the newest one.
 
     Committed steps are never trained again: the newest checkpoint is loaded and the steps after it are replayed from
@@ -90,7 +93,7 @@ def resume(run_id: str, board: str | None, runner: str, up: bool) -> None:
     from sprawl.run.options import RunOptions, absolute_board
 
     place = absolute_board(board or "runs")
-    options = RunOptions(config=None, config_source="CONFIG", board=place, resume=run_id)
+    options = RunOptions(config=None, config_source="CONFIG", board=place, resume=run_id, page=not no_page)
     sys.exit(_drive(options, runner, up))
 
 
@@ -117,6 +120,8 @@ def _drive(options: RunOptions, runner: str, up: bool) -> int:
         from sprawl.run.stage_server import serve
 
         return serve()
+    if not options.page and runner != "plain":
+        raise click.UsageError("--no-page goes with --runner plain")
     if runner == "auto":
         runner = "prefect" if up or _stack_is_up() else "plain"
     if runner == "plain":

@@ -131,7 +131,7 @@ def _join(step: int, groups: list[_Group]) -> RolloutBatch:
 class Collected:
     batch: RolloutBatch
     reused: bool  # it was on the board already
-    seconds: float  # from request to durable
+    seconds: float  # from the first request sent to durable
 
 
 class Collector:
@@ -171,9 +171,14 @@ class Collector:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def request(self, step: int) -> None:
-        """Start sampling for a step in the background; asking twice is asking once."""
+        """Start sampling for a step in the background; asking twice is asking once.
+
+        Pinned versions are sampled in the order of the steps: islands only go forward, and a later step's request would
+        carry them past what an earlier one still waits for.
+        """
         if step not in self._pending:
-            self._pending[step] = asyncio.run_coroutine_threadsafe(self._collect(step), self._loop)
+            before = self._pending.get(step - 1) if self.config.deterministic else None
+            self._pending[step] = asyncio.run_coroutine_threadsafe(self._collect(step, before), self._loop)
 
     def wait(self, step: int, idle: Callable[[], None] = lambda: None) -> Collected:
         """The batch of a step, once it is on the board; `idle` is called meanwhile, twice a second.
@@ -213,7 +218,9 @@ class Collector:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(5)
 
-    async def _collect(self, step: int) -> Collected:
+    async def _collect(self, step: int, before: Future[Collected] | None) -> Collected:
+        if before is not None:
+            await asyncio.wrap_future(before)
         started = time.perf_counter()
         try:
             return Collected(self.load(step), True, time.perf_counter() - started)

@@ -24,7 +24,7 @@ def run_plain(options: RunOptions, progress: Progress) -> int:
     session = RunSession.open(options)
     try:
         with terminate_as_interrupt():
-            finished = _steps(session, progress)
+            finished = _steps(session, progress, page=options.page)
     except KeyboardInterrupt:
         session.close()
         progress.note(f"interrupted; what was committed is on the board\n{how_to_resume(options, session)}")
@@ -43,7 +43,7 @@ def run_plain(options: RunOptions, progress: Progress) -> int:
     return 1 if finished.violations else 0
 
 
-def _steps(session: RunSession, progress: Progress) -> FinishReceipt:
+def _steps(session: RunSession, progress: Progress, *, page: bool) -> FinishReceipt:
     progress.start(session.prepare())
     for step in range(session.head_step + 1, session.config.steps + 1):
         session.collect(step)
@@ -55,6 +55,6 @@ def _steps(session: RunSession, progress: Progress) -> FinishReceipt:
         if session.evaluation_due(step):
             progress.evaluation(session.evaluate(step))
     finished = session.finish()
-    report = write_report(session.store, session.run_id, Path("reports") / session.run_id)
-    progress.finish(finished, report.index)
+    report = write_report(session.store, session.run_id, Path("reports") / session.run_id).index if page else None
+    progress.finish(finished, report)
     return finished

@@ -19,6 +19,7 @@ class RunOptions:
     resume: str | None = None  # run id, or "latest"
     fleet: str = "local"
     log_dir: Path | None = None  # default: <cwd>/.sprawl/logs/<run_id>
+    page: bool = True  # the HTML report at the end
 
 
 def absolute_board(board: str) -> str:

@@ -168,10 +168,11 @@ class RunSession:
         if self._needs_islands(head):
             self.crew.wait_for_island()
         if self._evaluation_missed(head):
-            # The base model of a new run, or killed before an evaluation. The batch that older weights sample comes
+            # The base model of a new run, or killed before an evaluation. The batches that older weights sample come
             # first: islands only go forward.
-            if head < self.config.steps:
-                self._wait_for_batch(head + 1)
+            behind = max(1, self.config.rollout.max_staleness) if head else 1
+            for ahead in range(head + 1, min(head + behind, self.config.steps) + 1):
+                self._wait_for_batch(ahead)
             evaluated = self.evaluate(head)
             log.info("evaluation at version %d: greedy accuracy %.3f", head, evaluated.accuracy)
         self._event("resume" if self.resumed else "start", f"epoch {self.epoch}", {"replayed": replayed})

@@ -6,10 +6,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sprawl.run.options import RunOptions, absolute_board
-from sprawl.run.session import RunSession
+
+if TYPE_CHECKING:
+    from sprawl.run.session import RunSession
 
 
 def how_to_resume(options: RunOptions, session: RunSession) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -164,3 +165,51 @@ def test_dynamic_sampling_replaces_groups_without_an_advantage(
         assert batch.draws.groups == groups
         assert batch.draws.reward == pytest.approx(sum(everything) / groups)
     assert store.exists(rollouts("r", 2))
+
+
+class Forward:
+    """An island as a client sees it: it goes on to whatever version is asked for, never back, and takes its time."""
+
+    def __init__(self) -> None:
+        self.served = 0
+
+    async def generate_many(self, requests: list[GenerateRequest]) -> list[GenerateResponse]:
+        return [await self._generate(request, place) for place, request in enumerate(requests)]
+
+    async def _generate(self, request: GenerateRequest, place: int) -> GenerateResponse:
+        await asyncio.sleep(0.01 * place)
+        version = request.weight_version.exact_version
+        assert version is not None
+        assert version >= self.served, f"version {version} was already passed: this island serves {self.served}"
+        self.served = version
+        samples = [sample([ord("r")], version) for _ in range(request.sampling_params.n)]
+        return GenerateResponse(
+            samples=samples, weight_version_start=version, weight_version_end=version, island_id="island-0"
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+def test_pinned_versions_are_sampled_in_the_order_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Forward()
+
+    async def opened(self: Collector) -> Forward:
+        return client
+
+    monkeypatch.setattr(Collector, "_open_client", opened)
+    monkeypatch.setattr("sprawl.run.collector.response_text", lambda tokenizer, ids: tokenizer.decode(ids))
+    config = make_config(
+        deterministic=True,
+        anchor={"enabled": False},
+        rollout={"prompts": 3, "samples": 2, "max_staleness": 4, "follow": "demand"},
+    )
+    problems = load_problem_set("addition", 0, {"digits": 1})
+    collector = Collector(config, MemoryStore(), "r", Tokens(), problems, [], list)  # type: ignore[arg-type]
+    try:
+        for step in range(4, 11):  # many at once, as after a resume
+            collector.request(step)
+        versions = [int(collector.wait(step).batch.version_end.max()) for step in range(4, 11)]
+    finally:
+        collector.close()
+    assert versions == [0, 0, 1, 2, 3, 4, 5]
