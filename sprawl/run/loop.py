@@ -31,8 +31,9 @@ def run_plain(options: RunOptions, progress: Progress) -> int:
         return INTERRUPTED
     except Verdict:
         session.close()
-        report = write_report(session.store, session.run_id, Path("reports") / session.run_id)
-        progress.note(f"stopped by its drift controller; report: {report.index}")
+        if options.page:
+            report = write_report(session.store, session.run_id, Path("reports") / session.run_id)
+            progress.note(f"stopped by its drift controller; report: {report.index}")
         raise
     except SprawlError:
         session.close()
