@@ -92,6 +92,15 @@ def events(run_id: str) -> str:
     return f"{run_id}/metrics/events/"
 
 
+def promotion(run_id: str, version: int) -> str:
+    """What a person decided about a version."""
+    return f"{run_id}/promotions/{version:08d}.json"
+
+
+def promotions(run_id: str) -> str:
+    return f"{run_id}/promotions/"
+
+
 def fire(run_id: str, step: int) -> str:
     """Commit record of the anchor fire due at optimizer step `step`."""
     return f"{run_id}/anchor/fires/{step:08d}.json"
