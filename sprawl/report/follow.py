@@ -52,7 +52,8 @@ class RunFollower:
             self._run,
             self._steps.values(),
             self._evaluations.values(),
-            self._fires.values(),
+            # The run goes on meanwhile: a fire of a step that was not read would be one too many.
+            [record for record in self._fires.values() if record.step <= head],
             self._events.values(),
             ledger.islands(),
             since=since,

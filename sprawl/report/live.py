@@ -141,7 +141,9 @@ def _reward(data: RunData) -> str:
 
 
 def _views(data: RunData, name: str, of: Callable[[StepRecord], Views], log: bool = False) -> str:
-    series = _smooth("codec" if compressed(data) else "policy", BLUE, _points(data, lambda record: of(record).compression))
+    series = _smooth(
+        "codec" if compressed(data) else "policy", BLUE, _points(data, lambda record: of(record).compression)
+    )
     title = f"{name} {_change(of(record).compression for record in data.steps)}"
     dense = _points(data, lambda record: of(record).dense)
     if dense and compressed(data):

@@ -97,6 +97,7 @@ FIGURES = (
     FigureSpec("staleness", "Healthy: never above the limit.", draw_staleness),
 )
 
+
 def available(data: RunData) -> list[FigureSpec]:
     """The figures this run has data for; none before its first step."""
     return [spec for spec in FIGURES if data.steps and spec.needs(data)]

@@ -159,7 +159,9 @@ def _names(series: Sequence[Series], heights: Sequence[float], bottom: float) ->
     order = sorted(range(len(series)), key=lambda index: -heights[index])
     centres = spread([(bottom - heights[index]) / extent for index in order], [14 / extent] * len(order))
     return [
-        _label(WIDTH - _RIGHT + 6, bottom - centre * extent + 3.5, series[index].label, series[index].colour, "start", 11)
+        _label(
+            WIDTH - _RIGHT + 6, bottom - centre * extent + 3.5, series[index].label, series[index].colour, "start", 11
+        )
         for index, centre in zip(order, centres, strict=True)
     ]
 

@@ -130,7 +130,8 @@ def test_a_follower_reads_each_step_once_and_sees_what_the_ledger_says() -> None
     store, data = CountingStore(), make_run(steps=30)
     put(store, data)
     follower = RunFollower(Ledger(store, data.run.run_id))
-    assert follower.refresh(12).last_step == 12
+    early = follower.refresh(12)
+    assert (early.last_step, early.fires) == (12, ())  # a fire of step 20 is no news of step 12
     assert store.reads == 12
     assert follower.refresh(30) == load_run(store, data.run.run_id)
     store.reads = 0
