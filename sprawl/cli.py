@@ -19,6 +19,7 @@ COMMANDS = {
     "run": "sprawl.commands.run:run",
     "resume": "sprawl.commands.run:resume",
     "report": "sprawl.commands.report:report",
+    "metrics": "sprawl.commands.metrics:metrics",
     "board": "sprawl.commands.board:board",
     "delta": "sprawl.commands.delta:delta",
     "sidecar": "sprawl.commands.serve:sidecar",

@@ -34,6 +34,7 @@ from sprawl.policy.checkpoint import drop_tied_head, load_auxiliary, load_weight
 from sprawl.policy.fetch import ensure_base
 from sprawl.problems import load_problem_set
 from sprawl.report.data import load_run
+from sprawl.report.export.board import MetricsExport
 from sprawl.report.violations import find_violations
 from sprawl.rollout.trajectories import RolloutBatch, load_batch
 from sprawl.run.base_model import BaseModel
@@ -91,6 +92,7 @@ class RunSession:
         self._closed = False
         self._collector: Collector | None = None
         self._trainer: RunTrainer | None = None
+        self._export = MetricsExport(store, run_id)
 
     # ---------------------------------------------------------------- opening
 
@@ -250,6 +252,7 @@ class RunSession:
         self.head_step = step
         self._seconds = {}
         self._sampler.forget(step)
+        self._export.step(step)
         self.crew.replace_lost()
         return receipt
 
@@ -316,6 +319,7 @@ class RunSession:
         )
         violations = find_violations(load_run(self.store, self.run_id), finished=True)
         self._event("finish", f"{self.head_step} steps, {len(violations)} violations")
+        self._export.finish(self.head_step)
         return FinishReceipt(self.run_id, self.head_step, report.versions, violations)
 
     def close(self) -> None:

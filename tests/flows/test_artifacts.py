@@ -121,16 +121,12 @@ def test_evaluation_rows_are_newest_first() -> None:
 # -- the reporter, against a real server and a real ledger
 
 
-def session_of(steps: int) -> SimpleNamespace:
-    """What a reporter asks of a session: a run with `steps` on a ledger."""
+def finished_session() -> SimpleNamespace:
+    """What a reporter asks of a session: a run of 100 steps on a ledger."""
     store, data = MemoryStore(), make_run(steps=100)
     put(store, data)
-    return SimpleNamespace(
-        run_id=data.run.run_id,
-        board="memory://",
-        ledger=Ledger(store, data.run.run_id),
-        config=SimpleNamespace(steps=100),
-    )
+    ledger = Ledger(store, data.run.run_id)
+    return SimpleNamespace(run_id=data.run.run_id, board="memory://", ledger=ledger, config=SimpleNamespace(steps=100))
 
 
 def artifacts(run_id: str) -> dict[str, list]:
