@@ -91,7 +91,7 @@ def train(session: RunSession, progress: Progress, reporter: Reporter) -> Finish
     """The steps of a run, each phase a task. What was committed before stays committed whatever happens here."""
     started = session.prepare()
     progress.start(started)
-    announcer = reporter.begin(session, started.head_step)
+    announcer = reporter.begin(session)
     last = session.config.steps
     for step in range(session.head_step + 1, last + 1):
         collect_rollouts(session, step)

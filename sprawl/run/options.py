@@ -19,6 +19,7 @@ class RunOptions:
     resume: str | None = None  # run id, or "latest"
     fleet: str = "local"
     log_dir: Path | None = None  # default: <cwd>/.sprawl/logs/<run_id>
+    metrics: str | None = None  # HOST:PORT of the Prometheus endpoint; None: as SPRAWL_METRICS says, else none
 
 
 def absolute_board(board: str) -> str:

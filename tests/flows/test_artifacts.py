@@ -126,7 +126,8 @@ def finished_session() -> SimpleNamespace:
     store, data = MemoryStore(), make_run(steps=100)
     put(store, data)
     ledger = Ledger(store, data.run.run_id)
-    return SimpleNamespace(run_id=data.run.run_id, board="memory://", ledger=ledger, config=SimpleNamespace(steps=100))
+    config = SimpleNamespace(steps=100)
+    return SimpleNamespace(run_id=data.run.run_id, board="memory://", ledger=ledger, head_step=0, config=config)
 
 
 def artifacts(run_id: str) -> dict[str, list]:
@@ -144,7 +145,7 @@ def artifacts(run_id: str) -> dict[str, list]:
 def test_a_report_is_five_artifacts_that_are_updated_in_place() -> None:
     session, notes = finished_session(), []
     reporter = Reporter(None, ArtifactGate(), notes.append)
-    reporter.begin(session, 0)
+    reporter.begin(session)
     reporter.write(session, 50)
     reporter.write(session, 60)
     kept = artifacts(session.run_id)

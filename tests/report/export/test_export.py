@@ -191,9 +191,8 @@ def test_a_board_that_refuses_is_complained_about_once_and_fails_nothing(
     export = MetricsExport(store, RUN)
     export.finish(45)
     export.finish(45)
-    assert [
-        record.message.startswith("metrics for other tools not written (disk full)") for record in caplog.records
-    ] == [True]
+    (complaint,) = [record.message for record in caplog.records]
+    assert complaint.startswith("metrics for other tools not written (disk full)")
 
 
 def test_without_the_extra_a_run_writes_nothing_and_the_command_says_what_to_install(
