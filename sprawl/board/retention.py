@@ -48,7 +48,8 @@ def plan_gc(
     """Which versions may go: all before the keyframe of the oldest one that is needed.
 
     Needed are the newest `keep_versions`, what live islands serve (`applied`) and what people promoted (`promoted`).
-    `versions` and `keyframes` (a subset) are on the board. Raises ValueError when `keep_versions` < 1 or nothing is published.
+    `versions` and `keyframes` (a subset) are on the board. Raises ValueError when `keep_versions` < 1 or nothing is
+    published.
     """
     if keep_versions < 1 or not versions:
         raise ValueError("retention needs published versions and keeps at least one")
