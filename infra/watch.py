@@ -53,8 +53,8 @@ ALERTS = (
         labels={"sprawl.reason": "mismatch_trend"},
     ),
     Alert(
-        "sprawl: a run shows what a correct run cannot",
-        "A violation on the ledger, or no island left.",
+        "sprawl: a run needs attention",
+        "A violation on the ledger, a reward that collapsed, or no island left.",
         ("sprawl.run.unhealthy",),
         f"Run {_RUN} needs attention",
         f"{_RUN}: {{{{ event.payload.message }}}} (step {{{{ event.payload.step }}}})",

@@ -57,9 +57,9 @@ def _client(home: Path) -> Iterator[SyncPrefectClient]:
 def automations(evaluate_every: int | None, notify: str | None, home: Path) -> None:
     """Install or change what the Prefect server does by itself when a run says something.
 
-    `sprawl up` installs the alerts: the mismatch of a run drifts, a run shows what a correct one cannot, islands are
-    being lost, a run stands still. They show in the UI's event feed; with --notify they reach people. An alert that
-    was switched off in the UI stays off.
+    `sprawl up` installs the alerts: the mismatch of a run drifts, a run needs attention (a violation, a collapsed
+    reward, no island), islands are being lost, a run stands still. They show in the UI's event feed; with --notify they
+    reach people. An alert that was switched off in the UI stays off.
 
     \b
     Examples:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from sprawl.board.ledger import is_live
 from sprawl.report.data import RunData
-from sprawl.report.numbers import line_fit
+from sprawl.report.numbers import line_fit, rolling_mean
 from sprawl.report.text import number, percent
 from sprawl.report.violations import find_violations
 
@@ -28,7 +28,14 @@ TREND_ERRORS = 4.0
 TREND_FLOOR = 0.01
 """nats/token below which a mismatch is rounding, whatever its trend."""
 
-Reason = Literal["mismatch_trend", "violation", "no_island"]
+COLLAPSE_STEPS = 20
+"""Steps in the means that a collapse of the reward is read from."""
+COLLAPSE_SHARE = 0.5
+"""A reward below this share of its best is a collapse..."""
+COLLAPSE_BEST = 0.05
+"""...where there was one worth the name."""
+
+Reason = Literal["mismatch_trend", "reward_collapse", "violation", "no_island"]
 
 
 @dataclass(frozen=True)
@@ -75,11 +82,24 @@ def trend(steps: Sequence[int], values: Sequence[float]) -> Trend | None:
 def findings(data: RunData, now: float) -> list[Finding]:
     """Everything that needs a person, the worst first. `now` in Unix seconds."""
     found = [Finding("violation", 0, violation) for violation in find_violations(data)]
+    found += _reward_collapsed(data)
     found += _mismatch_drifts(data)
     if not data.finished and data.islands and not any(is_live(record, now) for record in data.islands):
         names = ", ".join(record.island_id for record in data.islands[:5])
         found.append(Finding("no_island", data.last_step, f"no island is alive (of {len(data.islands)}: {names})"))
     return found
+
+
+def _reward_collapsed(data: RunData) -> list[Finding]:
+    means = rolling_mean([record.reward for record in data.steps], COLLAPSE_STEPS)
+    if not means:
+        return []
+    best, now = max(means), means[-1]
+    if best < COLLAPSE_BEST or now >= COLLAPSE_SHARE * best:
+        return []
+    at = data.steps[means.index(best) + COLLAPSE_STEPS - 1].step
+    message = f"the reward collapsed: {number(now)} over the last {COLLAPSE_STEPS} steps, {number(best)} at its best (step {at})"
+    return [Finding("reward_collapse", data.last_step, message)]
 
 
 def _mismatch_drifts(data: RunData) -> list[Finding]:

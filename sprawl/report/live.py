@@ -36,16 +36,15 @@ def live_markdown(
     if data.since > 1:
         lines += ["", f"Steps before {data.since} are left out here; `sprawl report {data.run.run_id}` has them."]
     pictures: list[str] = []
-    left = max_bytes - sum(len(line.encode()) + 1 for line in lines) - 2
+    left = max_bytes - sum(len(line.encode()) + 1 for line in lines) - 40
     for name, draw in CHARTS if data.steps else ():
         picture = f"![{name}]({data_uri(draw(data))})"
-        left -= len(picture) + 1
+        left -= len(picture) + 6
         if left < 0:
             break
         pictures.append(picture)
     if pictures:
-        # One paragraph: the pictures stand side by side as far as there is room.
-        lines += ["", " ".join(pictures)]
+        lines += ["", *_side_by_side(pictures)]
     return "\n".join(lines) + "\n"
 
 
@@ -93,6 +92,12 @@ def _attention(messages: Sequence[str]) -> list[str]:
     rest = len(messages) - MAX_LISTED
     more = [f"- and {rest} more"] if rest > 0 else []
     return ["**Needs attention**", "", *(f"- {message}" for message in messages[:MAX_LISTED]), *more, ""]
+
+
+def _side_by_side(pictures: Sequence[str]) -> list[str]:
+    """Two to a line. A table, because a picture in a paragraph has a line of its own in Prefect's UI."""
+    pairs = [pictures[at : at + 2] for at in range(0, len(pictures), 2)]
+    return ["| | |", "|---|---|", *(f"| {' | '.join((*pair, '')[:2])} |" for pair in pairs)]
 
 
 def _decisions(promotions: Sequence[PromotionRecord]) -> list[str]:

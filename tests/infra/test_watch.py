@@ -95,7 +95,9 @@ def resource_of(version: int) -> Resource:
     return Resource({"prefect.resource.id": "sprawl.run.run-1", **labels})
 
 
-@pytest.mark.parametrize(("reason", "alerted"), [("mismatch_trend", 0), ("violation", 1), ("no_island", 1)])
+@pytest.mark.parametrize(
+    ("reason", "alerted"), [("mismatch_trend", 0), ("violation", 1), ("reward_collapse", 1), ("no_island", 1)]
+)
 def test_each_finding_has_its_alert(client: SyncPrefectClient, reason: str, alerted: int) -> None:
     install(client)
     resource = Resource({"prefect.resource.id": "sprawl.run.run-1", "sprawl.reason": reason})

@@ -218,3 +218,16 @@ def test_a_run_without_a_live_island_and_one_with_violations_need_attention() ->
     done = RunData.of(make_run_record(), steps, islands=islands, events=[make_event("finish", 2)])
     assert not [finding for finding in findings(done, T0 + 60) if finding.reason == "no_island"]
     assert reasons(RunData.of(make_run_record(), [make_step(1), make_step(3)])) == ["violation"]
+
+
+def test_a_reward_that_collapsed_is_found_and_one_that_is_low_is_not() -> None:
+    def run(*levels: float) -> RunData:
+        rewards = [level for level in levels for _ in range(25)]
+        return RunData.of(make_run_record(), [make_step(i, reward=reward) for i, reward in enumerate(rewards, 1)])
+
+    (found,) = findings(run(0.4, 0.5, 0.1), T0)
+    assert (found.reason, found.step) == ("reward_collapse", 75)
+    assert "0.1 over the last 20 steps, 0.5 at its best (step 45)" in found.message
+    assert reasons(run(0.4, 0.5, 0.3)) == []
+    assert reasons(run(0.02, 0.04, 0.0)) == []  # never learnt anything
+    assert reasons(run(0.1, 0.5)) == []
