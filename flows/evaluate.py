@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,17 @@ from sprawl.errors import SprawlError
 from tasks.artifacts import artifact_key
 
 if TYPE_CHECKING:
+    from sprawl.board.manifest import Manifest
     from sprawl.config import RunConfig
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{run_id}", persist_result=False)
 def evaluate(
-    run_id: str = "latest", version: int | None = None, board: str | None = None, problems: int | None = None
+    run_id: str = "latest",
+    version: int | None = None,
+    board: str | None = None,
+    problems: int | None = None,
+    every: int | None = None,
 ) -> dict[str, Any]:
     """Decode held-out problems greedily at one version and score them.
 
@@ -33,6 +39,8 @@ def evaluate(
         version: Version to evaluate. Default: the newest one.
         board: Directory or object-store URL of the run. Default: $SPRAWL_BOARD, else ./runs.
         problems: Number of held-out problems. Default: the run's `evaluate.problems`.
+        every: Evaluate also every n-th version before it that the ledger has no evaluation of: what an automation
+            that starts this flow for every n-th version may have missed.
     """
     from sprawl.board.ledger import Ledger, resolve_run
     from sprawl.board.reader import VersionReader
@@ -54,13 +62,18 @@ def evaluate(
         raise SprawlError(f"run {name} has no version {'at all' if wanted is None else wanted}", have)
 
     entered = problems is None or problems == config.evaluate.problems
+    if every is not None and not (entered and every > 0):
+        raise SprawlError("every needs a positive number, and the run's own number of problems", "leave problems empty")
     known = {record.version: record for record in ledger.evaluations()} if entered else {}
-    record = known.get(manifest.version)
-    if record is None:
+    wanted_versions = due(manifest.version, every, known)
+    manifests = [found for item in wanted_versions if (found := reader.manifest(item)) is not None]
+    if manifests:
         limit = problems or config.evaluate.problems
-        record = _measure(place, name, config, reader.files(), manifest.version, manifest.step, limit)
-        if entered:
-            ledger.write_evaluation(record)
+        for measured in _measure(place, name, config, reader.files(), manifests, limit):
+            known[measured.version] = measured
+            if entered:
+                ledger.write_evaluation(measured)
+    record = known[manifest.version]
     get_run_logger().info(
         "version %d of %s: %d of %d held-out problems correct", record.version, name, record.correct, record.problems
     )
@@ -73,10 +86,16 @@ def evaluate(
     return record.model_dump(mode="json", exclude={"examples"})
 
 
+def due(version: int, every: int | None, known: Container[int]) -> list[int]:
+    """What to evaluate, ascending: `version`, and every `every`-th before it, unless `known`."""
+    before = range(every, version, every) if every else ()
+    return [item for item in (*before, version) if item not in known]
+
+
 def _measure(
-    board: str, run_id: str, config: RunConfig, files: dict[str, bytes], version: int, step: int, limit: int
-) -> EvaluationRecord:
-    """Serve the version for as long as it takes to evaluate it."""
+    board: str, run_id: str, config: RunConfig, files: dict[str, bytes], manifests: Sequence[Manifest], limit: int
+) -> Iterator[EvaluationRecord]:
+    """Serve the versions, ascending, for as long as it takes to evaluate them."""
     from infra.sidecar import temporary_sidecar
     from sprawl.evaluate.harness import evaluate_version
     from sprawl.policy import Tokenizer
@@ -86,10 +105,10 @@ def _measure(
     tokenizer = Tokenizer.from_files(files)
     problem_set = load_problem_set(config.problems.name, config.seed, config.problems.params)
     stop_ids = sorted({token for text in problem_set.stop for token in tokenizer.ids_containing(text)})
-    name = f"evaluate-{version}-{os.getpid()}"
+    name = f"evaluate-{manifests[-1].version}-{os.getpid()}"
     started = time.time()
 
-    async def measure(url: str) -> EvaluationRecord:
+    async def measure(url: str, manifest: Manifest) -> EvaluationRecord:
         def discover() -> list[IslandRecord]:
             now = time.time()
             record = IslandRecord(
@@ -108,8 +127,8 @@ def _measure(
                 client,
                 tokenizer,
                 problem_set,
-                version=version,
-                step=step,
+                version=manifest.version,
+                step=manifest.step,
                 limit=limit,
                 max_new_tokens=config.rollout.max_new_tokens,
                 stop_token_ids=stop_ids,
@@ -118,4 +137,5 @@ def _measure(
 
     log = Path(".sprawl") / "logs" / run_id / f"{name}.log"
     with temporary_sidecar(board, run_id, name, log=log, threads=config.threads.island) as url:
-        return asyncio.run(measure(url))
+        for manifest in manifests:
+            yield asyncio.run(measure(url, manifest))

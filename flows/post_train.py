@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from sprawl.run.receipts import FinishReceipt
     from sprawl.run.session import RunSession
 
-ARTIFACTS_EVERY = 10  # steps; an artifact call costs up to 90 ms of server CPU
-
 
 @dataclass
 class Attached:
@@ -77,7 +75,7 @@ def post_train(
         if attached is not None:
             attached.flow_run_id = flow_run_id
             progress.note(f"UI: {flow_run_url(flow_run_id)}")
-        finished = train(session, progress, Reporter(flow_run_id, ArtifactGate(on_pause=progress.note)))
+        finished = train(session, progress, Reporter(flow_run_id, ArtifactGate(on_pause=progress.note), progress.note))
         if attached is not None:
             attached.finished = finished
         return finished.as_dict()
@@ -93,23 +91,23 @@ def train(session: RunSession, progress: Progress, reporter: Reporter) -> Finish
     """The steps of a run, each phase a task. What was committed before stays committed whatever happens here."""
     started = session.prepare()
     progress.start(started)
+    announcer = reporter.begin(session)
     last = session.config.steps
     for step in range(session.head_step + 1, last + 1):
         collect_rollouts(session, step)
         train_step(session, step)
-        publish_version(session, step)
+        publish_version(session, step, announcer)
         record = session.ledger.step(step)
         if record is not None:
             progress.step(record)
-        evaluated = session.evaluation_due(step)
-        if evaluated:
+        if session.evaluation_due(step):
             progress.evaluation(EvaluationRecord(**evaluate_version(session, step)))
-        if step < last and (evaluated or step % ARTIFACTS_EVERY == 0):
-            report(session, step, reporter, tables=evaluated)
+        if step < last and reporter.due():
+            report(session, step, reporter)
     finished = session.finish()
     reporter.gate.drain(5.0)  # the page and the artifacts draw figures: not at the same time
     progress.finish(finished, _page(session, progress))
-    report(session, last, reporter, tables=True)
+    report(session, last, reporter)
     reporter.gate.drain(10.0)
     return finished
 

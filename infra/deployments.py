@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from infra import watch
+
 WORK_POOL = "local"
 
 
@@ -49,11 +51,16 @@ DEPLOYMENTS = (
         "Matched arms of a study, several seeds each: trained, then laid side by side in one table and its figures.",
         parameters=MappingProxyType({"study": "configs/compare/report.yaml"}),
     ),
+    Deployment(
+        "flows.promote.promote",
+        "A person decides whether a version is promoted: shows the facts, waits for the form, writes the answer down.",
+        parameters=MappingProxyType({"run_id": "latest"}),
+    ),
 )
 
 
 def register(directory: Path) -> list[str]:
-    """Create or update the work pool and all deployments on the server of the current Prefect settings.
+    """Create or update the work pool, all deployments and the alerts on the server of the current Prefect settings.
 
     `directory` is where flow runs start: relative paths of configs and boards mean what they mean there.
     Returns the deployments as `flow/name`.
@@ -87,4 +94,5 @@ def register(directory: Path) -> list[str]:
                 tags=list(deployment.tags),
             )
             names.append(f"{flow.name}/{deployment.name}")
+        watch.install(client)
     return names

@@ -20,6 +20,7 @@ COMMANDS = {
     "resume": "sprawl.commands.run:resume",
     "report": "sprawl.commands.report:report",
     "compare": "sprawl.commands.compare:compare",
+    "metrics": "sprawl.commands.metrics:metrics",
     "board": "sprawl.commands.board:board",
     "delta": "sprawl.commands.delta:delta",
     "sidecar": "sprawl.commands.serve:sidecar",

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
+import httpx
+
 logger = logging.getLogger(__name__)
 
 
@@ -102,38 +104,54 @@ def artifact_key(*parts: str) -> str:
 
 
 class ArtifactWriter:
-    """Writes artifacts of one flow run through a client of its own, with a short timeout. Blocks: use it in a gate."""
+    """Writes artifacts of one flow run through a client of its own, with a short timeout. Blocks: use it in a gate.
+
+    Each key is one artifact, updated in place: a run that is watched for weeks leaves behind its last page, not all.
+    """
 
     def __init__(self, flow_run_id: UUID | str | None, timeout_s: float = 10.0) -> None:
         self._flow_run_id = UUID(str(flow_run_id)) if flow_run_id else None
         self._timeout_s = timeout_s
-        self._progress_id: UUID | None = None
+        self._ids: dict[str, UUID] = {}
 
     def markdown(self, key: str, text: str, description: str) -> None:
-        self._create("markdown", key, text, description)
+        self._write("markdown", key, text, description)
 
     def table(self, key: str, rows: list[dict[str, Any]], description: str) -> None:
-        self._create("table", key, json.dumps(rows), description)
+        self._write("table", key, json.dumps(rows), description)
 
     def progress(self, key: str, percent: float, description: str) -> None:
-        """One progress artifact a flow run, updated in place."""
-        from prefect.client.schemas.actions import ArtifactUpdate
+        self._write("progress", key, percent, description)
 
-        if self._progress_id is None:
-            self._progress_id = self._create("progress", key, percent, description)
-            return
-        with self._client() as client:
-            client.update_artifact(self._progress_id, ArtifactUpdate(data=percent, description=description))
-
-    def _create(self, kind: str, key: str, data: Any, description: str) -> UUID:
+    def _write(self, kind: str, key: str, data: Any, description: str) -> None:
         from prefect.client.schemas.actions import ArtifactCreate
 
-        artifact = ArtifactCreate(type=kind, key=key, data=data, description=description, flow_run_id=self._flow_run_id)
         with self._client() as client:
-            return client.create_artifact(artifact).id
+            known = self._ids.get(key)
+            if known is not None and _updated(client, known, data, description):
+                return
+            artifact = ArtifactCreate(
+                type=kind, key=key, data=data, description=description, flow_run_id=self._flow_run_id
+            )
+            self._ids[key] = client.create_artifact(artifact).id
 
     def _client(self) -> Any:
         from prefect.client.orchestration import get_client
 
         # Settings of its own make it a client of its own: the flow's is in use by the flow's thread.
         return get_client(httpx_settings={"timeout": self._timeout_s}, sync_client=True)
+
+
+def _updated(client: Any, artifact_id: UUID, data: Any, description: str) -> bool:
+    """Overwrite an artifact; False when the server does not have it (any more).
+
+    Not `client.update_artifact`: that emits an event with the whole content each time, which the server keeps for a
+    week.
+    """
+    try:
+        client.request("PATCH", f"/artifacts/{artifact_id}", json={"data": data, "description": description})
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code == 404:
+            return False
+        raise
+    return True

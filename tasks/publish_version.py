@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.events import emit_event
+
+from tasks.events import Announcer
 
 if TYPE_CHECKING:
     from sprawl.run.session import RunSession
@@ -20,12 +22,8 @@ if TYPE_CHECKING:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def publish_version(session: RunSession, step: int) -> dict[str, Any]:
-    """Returns a PublishReceipt as a dict, and emits `sprawl.version.published` for deployments to trigger on."""
+def publish_version(session: RunSession, step: int, announcer: Announcer) -> dict[str, Any]:
+    """Returns a PublishReceipt as a dict, and tells of the version (`sprawl.version.published`)."""
     receipt = session.publish(step).as_dict()
-    emit_event(
-        event="sprawl.version.published",
-        resource={"prefect.resource.id": f"sprawl.run.{session.run_id}", "prefect.resource.name": session.run_id},
-        payload=receipt,
-    )
+    announcer.version(receipt["version"], time.time(), step=receipt["step"], kind=receipt["kind"])
     return receipt

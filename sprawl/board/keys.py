@@ -83,6 +83,16 @@ def evaluations(run_id: str) -> str:
     return f"{run_id}/metrics/evaluations/"
 
 
+def parquet(run_id: str) -> str:
+    """The steps as one parquet file: derived from the ledger, overwritten as the run goes on."""
+    return f"{run_id}/metrics/steps.parquet"
+
+
+def tensorboard(run_id: str) -> str:
+    """TensorBoard event files: derived from the ledger, each of a fixed range of steps."""
+    return f"{run_id}/metrics/tensorboard/"
+
+
 def event(run_id: str, name: str) -> str:
     """One-off facts of a run (start, resume, violation): immutable, named by the writer."""
     return f"{run_id}/metrics/events/{name}.json"
@@ -90,6 +100,15 @@ def event(run_id: str, name: str) -> str:
 
 def events(run_id: str) -> str:
     return f"{run_id}/metrics/events/"
+
+
+def promotion(run_id: str, version: int) -> str:
+    """What a person decided about a version."""
+    return f"{run_id}/promotions/{version:08d}.json"
+
+
+def promotions(run_id: str) -> str:
+    return f"{run_id}/promotions/"
 
 
 def fire(run_id: str, step: int) -> str:

@@ -7,6 +7,7 @@ import os
 import platform
 import secrets
 import time
+from collections.abc import Container
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -19,6 +20,7 @@ from sprawl.board.records import (
     FireRecord,
     FireRequest,
     IslandRecord,
+    PromotionRecord,
     Record,
     RunRecord,
     StepRecord,
@@ -128,6 +130,24 @@ class Ledger:
 
     def remove_island(self, island_id: str) -> None:
         self.store.delete(keys.island(self.run_id, island_id))
+
+    # Promotions: what people decided about versions
+
+    def write_promotion(self, record: PromotionRecord) -> bool:
+        """False when this version has been decided on before: a decision stands."""
+        return self._create(keys.promotion(self.run_id, record.version), record)
+
+    def promotion(self, version: int) -> PromotionRecord | None:
+        return self._read(keys.promotion(self.run_id, version), PromotionRecord)
+
+    def promotions(self) -> list[PromotionRecord]:
+        """Ascending by version."""
+        return self._read_all(keys.promotions(self.run_id), PromotionRecord)
+
+    def read_new(self, prefix: str, kind: type[R], known: Container[str]) -> dict[str, R]:
+        """The records under `prefix` whose keys are not `known`, by key: for a watcher that reads again and again."""
+        records = {key: self._read(key, kind) for key in self.store.list(prefix) if key not in known}
+        return {key: record for key, record in records.items() if record is not None}
 
     # Fencing
 

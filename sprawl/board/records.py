@@ -247,6 +247,19 @@ class MastersBlob(BaseModel):
     whole_bytes: int = Field(description="Size of the tensors.")
 
 
+class PromotionRecord(Record):
+    """promotions/<version>: what a person decided about a version. Written once; a decision stands."""
+
+    version: int
+    approved: bool
+    root_digest: str = Field(description="Of the version's manifest when it was decided: what was approved, exactly.")
+    by: str = Field(description="Who decided, as they wrote it.")
+    reason: str = ""
+    accuracy: float | None = Field(None, description="Greedy accuracy that was shown to them; None: not evaluated.")
+    flow_run: str | None = Field(None, description="Id of the Prefect flow run that asked.")
+    at: float = Field(description="Unix seconds.")
+
+
 class CheckpointRecord(Record):
     """checkpoints/<step>: commit record of masters and optimizer state after `step`."""
 

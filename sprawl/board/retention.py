@@ -38,11 +38,18 @@ class GcReport:
     dry_run: bool
 
 
-def plan_gc(versions: Sequence[int], keyframes: Sequence[int], applied: Sequence[int], keep_versions: int) -> GcPlan:
+def plan_gc(
+    versions: Sequence[int],
+    keyframes: Sequence[int],
+    applied: Sequence[int],
+    keep_versions: int,
+    promoted: Sequence[int] = (),
+) -> GcPlan:
     """Which versions may go: all before the keyframe of the oldest one that is needed.
 
-    Needed are the newest `keep_versions` and what live islands serve (`applied`). `versions` and `keyframes`
-    (a subset) are on the board. Raises ValueError when `keep_versions` < 1 or nothing is published.
+    Needed are the newest `keep_versions`, what live islands serve (`applied`) and what people promoted (`promoted`).
+    `versions` and `keyframes` (a subset) are on the board. Raises ValueError when `keep_versions` < 1 or nothing is
+    published.
     """
     if keep_versions < 1 or not versions:
         raise ValueError("retention needs published versions and keeps at least one")
@@ -51,6 +58,9 @@ def plan_gc(versions: Sequence[int], keyframes: Sequence[int], applied: Sequence
     behind = min((version for version in applied if version >= ordered[0]), default=oldest)
     if behind < oldest:
         oldest, reason = behind, f"a live island serves version {behind}"
+    chosen = min((version for version in promoted if version >= ordered[0]), default=oldest)
+    if chosen < oldest:
+        oldest, reason = chosen, f"version {chosen} was promoted"
     start = max((keyframe for keyframe in keyframes if keyframe <= oldest), default=ordered[0])
     if start < oldest:
         reason += f", which needs keyframe {start}"
@@ -69,12 +79,14 @@ def gc(store: Store, run_id: str, keep_versions: int, *, dry_run: bool = False) 
     manifests = {version: manifest for version in reader.versions() if (manifest := reader.manifest(version))}
     if not manifests:
         raise BoardError(f"run {run_id!r} on board {store.url} has published no version")
-    islands = [island.applied for island in Ledger(store, run_id).islands() if is_live(island)]
+    ledger = Ledger(store, run_id)
+    islands = [island.applied for island in ledger.islands() if is_live(island)]
     plan = plan_gc(
         list(manifests),
         [version for version, manifest in manifests.items() if manifest.kind == KEYFRAME],
         [version for version in islands if version is not None],
         keep_versions,
+        [record.version for record in ledger.promotions() if record.approved],
     )
     # Blobs are listed after the manifests: what a publish in flight wrote for a newer version is above `newest`.
     newest = max(manifests)

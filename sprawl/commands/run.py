@@ -24,11 +24,13 @@ def _options(function):
         click.option("--runner", type=RUNNERS, default="auto", show_default=True, help=RUNNER_HELP),
         click.option("--up", is_flag=True, help="Start the local Prefect stack first if it is not running."),
         click.option("--no-page", is_flag=True, help="Draw no HTML report at the end (with --runner plain)."),
+        click.option("--metrics", envvar="SPRAWL_METRICS", metavar="HOST:PORT", help=METRICS_HELP),
     ):
         function = option(function)
     return function
 
 
+METRICS_HELP = "Answer Prometheus here while the run trains: /metrics, and /targets to find its islands."
 RUNNER_HELP = "prefect: watched in the Prefect UI; plain: this process alone; auto: prefect if a stack is up."
 
 
@@ -47,6 +49,7 @@ def run(
     runner: str,
     up: bool,
     no_page: bool,
+    metrics: str | None,
 ) -> None:
     """Train as CONFIG says, from the first step to the report.
 
@@ -72,6 +75,7 @@ def run(
         run_id=run_id,
         resume=resume,
         page=not no_page,
+        metrics=metrics,
     )
     sys.exit(_drive(options, runner, up))
 
@@ -79,7 +83,7 @@ def run(
 @click.command()
 @click.argument("run_id", default="latest")
 @_options
-def resume(run_id: str, board: str | None, runner: str, up: bool, no_page: bool) -> None:
+def resume(run_id: str, board: str | None, runner: str, up: bool, no_page: bool, metrics: str | None) -> None:
     """Continue a run where it was stopped or killed: RUN_ID, or the newest one.
 
     Committed steps are never trained again: the newest checkpoint is loaded and the steps after it are replayed from
@@ -93,7 +97,9 @@ def resume(run_id: str, board: str | None, runner: str, up: bool, no_page: bool)
     from sprawl.run.options import RunOptions, absolute_board
 
     place = absolute_board(board or "runs")
-    options = RunOptions(config=None, config_source="CONFIG", board=place, resume=run_id, page=not no_page)
+    options = RunOptions(
+        config=None, config_source="CONFIG", board=place, resume=run_id, page=not no_page, metrics=metrics
+    )
     sys.exit(_drive(options, runner, up))
 
 

@@ -16,7 +16,8 @@ RunState = Literal["finished", "running", "stopped"]
 
 @dataclass(frozen=True)
 class RunData:
-    """The ledger of a run, every list in order."""
+    """The ledger of a run, every list in order. `since`: the first step that was read; of a long run a watcher keeps
+    the newest ones only, and what is said about steps is said about those."""
 
     run: RunRecord
     steps: tuple[StepRecord, ...] = ()
@@ -24,6 +25,7 @@ class RunData:
     fires: tuple[FireRecord, ...] = ()
     events: tuple[EventRecord, ...] = ()
     islands: tuple[IslandRecord, ...] = ()
+    since: int = 1
 
     @classmethod
     def of(
@@ -34,6 +36,8 @@ class RunData:
         fires: Iterable[FireRecord] = (),
         events: Iterable[EventRecord] = (),
         islands: Iterable[IslandRecord] = (),
+        *,
+        since: int = 1,
     ) -> RunData:
         """Records in any order."""
         return cls(
@@ -43,6 +47,7 @@ class RunData:
             fires=tuple(sorted(fires, key=lambda record: record.step)),
             events=tuple(sorted(events, key=lambda record: record.at)),
             islands=tuple(sorted(islands, key=lambda record: record.island_id)),
+            since=since,
         )
 
     @property

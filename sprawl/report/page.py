@@ -17,7 +17,6 @@ from sprawl.errors import SprawlError
 from sprawl.report import text
 from sprawl.report.control import spells, verdicts
 from sprawl.report.data import RunData, load_roots, load_run
-from sprawl.report.live import live_markdown
 from sprawl.report.numbers import ratio, wilson
 from sprawl.report.plots import available
 from sprawl.report.style import figure_bytes
@@ -27,7 +26,7 @@ from sprawl.report.violations import run_checks
 if TYPE_CHECKING:
     from sprawl.board.store import Store
 
-__all__ = ["ReportPaths", "live_markdown", "render_page", "write_report"]
+__all__ = ["ReportPaths", "render_page", "write_report"]
 
 
 @dataclass(frozen=True)

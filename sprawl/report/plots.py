@@ -113,17 +113,7 @@ FIGURES = (
     ),
 )
 
-_OVERVIEW = (draw_reward, draw_mismatch, draw_entropy, draw_grad_norm, draw_wires, draw_seconds)
-
 
 def available(data: RunData) -> list[FigureSpec]:
     """The figures this run has data for; none before its first step."""
     return [spec for spec in FIGURES if data.steps and spec.needs(data)]
-
-
-def overview(data: RunData, size: tuple[float, float] = (13.5, 6.6)) -> Figure:
-    """Six panels on one sheet: reward, mismatch, entropy, gradient norm, wires, seconds. Needs one step."""
-    figure, axes = new_figure(2, 3, size)
-    for ax, draw in zip(axes, _OVERVIEW, strict=True):
-        set_title(ax, draw(ax, data))
-    return figure

@@ -79,7 +79,7 @@ def summarise_data(data: RunData, *, finished: bool | None = None) -> dict[str, 
     return {
         "run_id": data.run.run_id,
         "finished": data.finished if finished is None else finished,
-        "steps": len({record.step for record in steps}),
+        "steps": data.since - 1 + len({record.step for record in steps}),
         "steps_planned": data.setting("steps"),
         "reward_first10": first_mean([record.reward for record in steps]),
         "reward_last20": last_mean([record.reward for record in steps]),

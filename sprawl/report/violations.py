@@ -41,7 +41,7 @@ def _steps_complete(data: RunData) -> Found:
         return None
     counts = Counter(record.step for record in data.steps)
     found = []
-    if missing := [step for step in range(1, data.last_step + 1) if step not in counts]:
+    if missing := [step for step in range(data.since, data.last_step + 1) if step not in counts]:
         found.append(f"optimizer steps missing from the ledger: {numbers(missing)}")
     if repeated := sorted(step for step, count in counts.items() if count > 1):
         found.append(f"optimizer steps recorded more than once: {numbers(repeated)}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -35,14 +36,17 @@ from sprawl.policy.checkpoint import drop_tied_head, load_auxiliary, load_weight
 from sprawl.policy.fetch import ensure_base
 from sprawl.problems import load_problem_set
 from sprawl.report.data import load_run
+from sprawl.report.export.board import MetricsExport
 from sprawl.report.violations import find_violations
 from sprawl.rollout.trajectories import RolloutBatch, load_batch
 from sprawl.run.base_model import BaseModel
 from sprawl.run.collector import Collected, Collector
 from sprawl.run.controller import Controller
 from sprawl.run.crew import Crew
+from sprawl.run.endpoint import Endpoint, bind
 from sprawl.run.fleet import Fleet, FleetContext, open_fleet
 from sprawl.run.launch import launched_processes
+from sprawl.run.metrics import TrainerMetrics
 from sprawl.run.multi import MultiProcess
 from sprawl.run.options import RunOptions, new_run_id
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
@@ -94,6 +98,9 @@ class RunSession:
         self._closed = False
         self._collector: Collector | None = None
         self._trainer: RunTrainer | None = None
+        self._export: MetricsExport | None = None
+        self._metrics = TrainerMetrics(run_id, config.steps)
+        self._endpoint: Endpoint | None = None
 
     # ---------------------------------------------------------------- opening
 
@@ -104,6 +111,8 @@ class RunSession:
         Raises SprawlError: missing board or run, wrong config, a base model that cannot be had, keys that do not fit.
         """
         signer, trust = environment_keys()
+        address, token = options.metrics or os.environ.get("SPRAWL_METRICS"), os.environ.get("SPRAWL_TOKEN") or None
+        listening = bind(address, token) if address else None
         if options.resume is not None:
             store = open_store(options.board)
             run_id = resolve_run(store, options.resume)
@@ -125,7 +134,7 @@ class RunSession:
             _create_run(store, run_id, config, base)
         log_dir = options.log_dir or Path.cwd() / ".sprawl" / "logs" / run_id
         context = FleetContext(options.board, run_id, config, log_dir, anchor_argv)
-        return cls(
+        session = cls(
             config,
             store,
             options.board,
@@ -135,6 +144,20 @@ class RunSession:
             fleet=open_fleet(options.fleet, context),
             signer=signer,
             trust=trust,
+        )
+        if listening is not None:
+            session.serve_metrics(*listening, token)
+        return session
+
+    def serve_metrics(self, listener: socket.socket, url: str, token: str | None) -> None:
+        """Answer Prometheus on `listener` until `close`."""
+        self._endpoint = Endpoint(listener, self.run_id, self._render_metrics, self.ledger.islands, token)
+        log.info("metrics for Prometheus: %s/metrics", url)
+
+    def _render_metrics(self) -> str:
+        sampler = self._collector
+        return self._metrics.render(self.ledger.islands()) + (
+            "" if sampler is None else sampler.client.metrics.render()
         )
 
     def prepare(self) -> StartReceipt:
@@ -177,6 +200,8 @@ class RunSession:
             evaluated = self.evaluate(head)
             log.info("evaluation at version %d: greedy accuracy %.3f", head, evaluated.accuracy)
         self._event("resume" if self.resumed else "start", f"epoch {self.epoch}", {"replayed": replayed})
+        self._metrics.started(self.epoch, self.ledger.step(head))
+        self._export = MetricsExport(self.store, self.run_id)
         self._step_started = time.perf_counter()
         return StartReceipt(
             run_id=self.run_id,
@@ -254,10 +279,13 @@ class RunSession:
         record = self._record(step, self._batch, self._stats, receipt)
         self.ledger.write_step(record)
         self.control.observe(record)
+        self._metrics.step(record)
         self._step_started = time.perf_counter()
         self.head_step = step
         self._seconds = {}
         self._sampler.published(step)
+        if self._export is not None:
+            self._export.step(step)
         self.crew.replace_lost()
         return receipt
 
@@ -292,6 +320,7 @@ class RunSession:
             )
         )
         self.ledger.write_evaluation(record)
+        self._metrics.evaluation(record)
         # Its seconds are its own, not the next step's.
         self._step_started = time.perf_counter()
         return record
@@ -324,6 +353,8 @@ class RunSession:
         )
         violations = find_violations(load_run(self.store, self.run_id), finished=True)
         self._event("finish", f"{self.head_step} steps, {len(violations)} violations")
+        if self._export is not None:
+            self._export.finish(self.head_step)
         return FinishReceipt(self.run_id, self.head_step, report.versions, violations)
 
     def close(self) -> None:
@@ -331,6 +362,8 @@ class RunSession:
         if self._closed:
             return
         self._closed = True
+        if self._endpoint is not None:
+            self._endpoint.close()
         try:
             if self._collector is not None:
                 self._collector.close()
@@ -462,7 +495,9 @@ class RunSession:
 
     def _event(self, kind: str, message: str, data: dict[str, Any] | None = None, step: int | None = None) -> None:
         at = self.head_step if step is None else step
-        self.ledger.write_event(EventRecord(kind=kind, at=time.time(), step=at, message=message, data=data or {}))
+        record = EventRecord(kind=kind, at=time.time(), step=at, message=message, data=data or {})
+        self.ledger.write_event(record)
+        self._metrics.event(record)
 
 
 def _check_launch(config: RunConfig) -> None:

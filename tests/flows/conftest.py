@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,6 @@ import pytest
 from sprawl.board.records import EvaluationRecord, StepRecord, Views, Wire
 from sprawl.config import RunConfig, parse_config
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
-
-
-@pytest.fixture(scope="session")
-def prefect_server() -> Iterator[None]:
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
 
 
 def step_record(step: int) -> StepRecord:
@@ -150,3 +143,11 @@ class Recorder:
 @pytest.fixture
 def progress() -> Recorder:
     return Recorder()
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

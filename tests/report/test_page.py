@@ -9,9 +9,8 @@ from sprawl.board.store import MemoryStore
 from sprawl.commands.report import report
 from sprawl.errors import BoardError, SprawlError
 from sprawl.report.data import RunData, load_run
-from sprawl.report.live import live_markdown
 from sprawl.report.page import render_page, write_files, write_report
-from sprawl.report.plots import FIGURES, available, overview
+from sprawl.report.plots import FIGURES, available
 from sprawl.report.style import figure_bytes
 from sprawl.report.summary import summarise_data
 from tests.report.plausible import (
@@ -55,7 +54,6 @@ def test_figures_draw_for_young_dense_and_damaged_runs(data):
     assert {spec.name for spec in available(data)} >= {"reward", "mismatch", "wires", "seconds"}
     for spec in available(data):
         assert figure_bytes(spec.figure(data), dpi=40).startswith(PNG)
-    assert figure_bytes(overview(data), dpi=40).startswith(PNG)
 
 
 def test_svg_is_vector_and_reproducible():
@@ -117,22 +115,6 @@ def test_config_of_another_release_is_reported_too():
     run = make_run_record().model_copy(update={"config": {"future": {"x": 1}}})
     page = render(RunData.of(run, [make_step(1)]))
     assert "future" in page
-
-
-def test_live_markdown_stays_small_and_complete():
-    data = make_run()
-    text = live_markdown(summarise_data(data), data.steps, data.evaluations, data.fires)
-    assert len(text.encode()) <= 200_000
-    assert DATA_URI.search(text)
-    assert "| reward | 0.38" in text
-    assert "step | 0 of 100" in live_markdown(summarise_data(RunData.of(make_run_record())), [])
-
-
-def test_live_markdown_without_room_for_a_picture_is_the_table():
-    text = live_markdown(summarise_data(partial_run()), partial_run().steps, max_bytes=5_000)
-    assert len(text.encode()) <= 5_000
-    assert "data:image" not in text
-    assert "refused for a non-finite gradient: 3" in text
 
 
 def test_round_trip_through_a_board(tmp_path):

@@ -1,0 +1,79 @@
+"""The server goes away while a run trains, in the two ways servers do: the run is not held up and finishes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+from prefect.settings import (
+    PREFECT_API_REQUEST_TIMEOUT,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
+
+from flows.post_train import ATTACHED, Attached, post_train
+from sprawl.board.ledger import Ledger
+from sprawl.board.store import MemoryStore
+from sprawl.config import parse_config
+from tasks import report
+from tests.flows.conftest import FakeSession, Recorder
+from tests.flows.flaky import Mode, Way, way_to
+from tests.report.plausible import make_run_record, make_step
+
+STEPS, CUT_AT = 40, 10
+
+
+class Training(FakeSession):
+    """Commits its steps to a real ledger, 20 ms each, notes when, and cuts the way to the server at one of them."""
+
+    way: Way
+    mode: Mode
+
+    def begin(self, way: Way, mode: Mode) -> None:
+        self.way, self.mode = way, mode
+        store = MemoryStore()
+        self.ledger = Ledger(store, self.run_id)  # type: ignore[assignment]
+        self.ledger.create_run(make_run_record(run_id=self.run_id, steps=STEPS))
+        self.times: list[float] = []
+
+    def publish(self, step: int):
+        time.sleep(0.02)
+        self.ledger.write_step(make_step(step))
+        self.head_step = step
+        self.times.append(time.monotonic())
+        if step == CUT_AT:
+            self.way.cut(self.mode)
+        return SimpleNamespace(as_dict=lambda: {"version": step, "step": step, "kind": "delta"})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("mode", ["refuses", "hangs"])
+def test_a_run_whose_server_goes_away_is_not_held_up_and_finishes(
+    mode: Mode, progress: Recorder, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "SECONDS_BETWEEN", 0.0)  # a report each time the one before is done
+    monkeypatch.setattr(report, "SHARE", 1e9)
+    session = Training(parse_config({"name": "tiny", "steps": STEPS, "policy": {"base": "x"}}, "test"))
+    impatient = {PREFECT_API_REQUEST_TIMEOUT: 2, PREFECT_CLIENT_MAX_RETRIES: 0}
+    with way_to(PREFECT_API_URL.value()) as (way, url), temporary_settings({PREFECT_API_URL: url, **impatient}):
+        session.begin(way, mode)
+        attached = Attached(session, progress)  # type: ignore[arg-type]
+        token = ATTACHED.set(attached)
+        try:
+            # Its last state cannot reach the server; flows/terminal.py says so and goes on.
+            with contextlib.suppress(Exception):
+                post_train()
+        finally:
+            ATTACHED.reset(token)
+    assert attached.finished is not None
+    assert attached.finished.steps == STEPS
+    assert session.calls[-1] == ("finish", STEPS)
+    gaps = [later - earlier for earlier, later in zip(session.times, session.times[1:], strict=False)]
+    before, after = gaps[: CUT_AT - 1], gaps[CUT_AT - 1 :]
+    # Not one step waits for a server: the longest one is no longer than what a busy machine does anyway.
+    assert max(after) < max(1.0, 3 * max(before)), f"before the cut at most {max(before):.2f} s a step"
