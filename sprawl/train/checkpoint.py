@@ -20,7 +20,7 @@ from torch import Tensor
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
 from sprawl.board.records import CheckpointRecord
-from sprawl.board.store import Store
+from sprawl.board.store import MissingKey, Store
 from sprawl.errors import BoardError, IntegrityError
 from sprawl.policy import Decoder
 from sprawl.policy.stage import StagePlace, load_stage, owned_names
@@ -32,7 +32,8 @@ _SHARD = re.compile(r"(masters|optimizer|codec)(-(\d+)of(\d+))?")
 
 @dataclass(frozen=True)
 class Shard:
-    """Blobs that one process wrote: name -> blake3, and their size."""
+    """Blobs that one process wrote: name -> blake3, and their size. They are named by their digests: a writer that was
+    taken for dead and goes on cannot replace what its successor has committed."""
 
     blobs: dict[str, str]
     bytes: int
@@ -63,8 +64,8 @@ def write_shard(
     digests, size = {}, 0
     for name, tensors in parts.items():
         data = save({key: tensor.contiguous() for key, tensor in tensors.items()})
-        store.put(keys.checkpoint_blob(run_id, step, name + ending), data)
-        digests[name + ending] = blake3(data).hexdigest()
+        digests[name + ending] = digest = blake3(data).hexdigest()
+        store.put(keys.checkpoint_blob(run_id, step, name + ending, digest), data)
         size += len(data)
     return Shard(digests, size)
 
@@ -120,7 +121,7 @@ def _read(
         shards.sort(key=lambda name: name != mine)
     tensors: dict[str, Tensor] = {}
     for name in shards:
-        data = store.get(keys.checkpoint_blob(ledger.run_id, step, name))
+        data = _get_blob(store, ledger.run_id, step, name, record.blobs[name])
         digest = blake3(data).hexdigest()
         if digest != record.blobs[name]:
             raise IntegrityError(f"checkpoint {step}/{name}: digest {digest[:16]}, committed {record.blobs[name][:16]}")
@@ -128,6 +129,14 @@ def _read(
         if enough(tensors):
             break
     return tensors
+
+
+def _get_blob(store: Store, run_id: str, step: int, name: str, digest: str) -> bytes:
+    """Raises MissingKey. Checkpoints of older releases are found under the bare name."""
+    try:
+        return store.get(keys.checkpoint_blob(run_id, step, name, digest))
+    except MissingKey:
+        return store.get(keys.checkpoint_blob(run_id, step, name))
 
 
 def restore(
@@ -173,8 +182,8 @@ def surplus(checkpoints: list[int], keep: int, anchor_needs_from: int | None) ->
 
 
 def delete_checkpoint(store: Store, run_id: str, step: int) -> None:
-    """The record goes first: a reader never sees a committed checkpoint without its blobs."""
-    record = Ledger(store, run_id).checkpoint(step)
+    """The record goes first: a reader never sees a committed checkpoint without its blobs. What a writer that was
+    killed before its record had put there goes too."""
     store.delete(keys.checkpoint(run_id, step))
-    for name in record.blobs if record is not None else ():
-        store.delete(keys.checkpoint_blob(run_id, step, name))
+    for key in store.list(keys.checkpoint_blobs(run_id, step)):
+        store.delete(key)
