@@ -157,7 +157,8 @@ class EventRecord(Record):
     """metrics/events/<name>: start, resume, island lost, violation ..."""
 
     kind: str = Field(
-        description="start, resume, finish, island_lost, anchor_lost, island_report, client_report, verify, violation"
+        description="attempt, start, resume, finish, island_lost, anchor_lost, island_report, client_report, verify, "
+        "violation"
     )
     at: float
     step: int
