@@ -47,14 +47,17 @@ def again(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def templates() -> dict[str, str]:
-    """`again` for Prefect's template engine: each a single expression, so that types survive."""
+    """`again` for Prefect's template engine. Each is a single expression, to which the engine appends `| tojson`, so
+    that types survive; that binds tighter than `+`, hence the outer brackets."""
     kept = {name: f"{{{{ flow_run.parameters.get('{name}', {default!r}) }}}}" for name, default in CARRIED.items()}
-    return {**kept, "attempt": "{{ (flow_run.parameters.get('attempt') or 0) + 1 }}"}
+    return {**kept, "attempt": "{{ ((flow_run.parameters.get('attempt') or 0) + 1) }}"}
 
 
-def automations(post_train: Iterable[UUID], flows: Iterable[UUID]) -> list[AutomationCore]:
+def automations(
+    post_train: Iterable[UUID], flows: Iterable[UUID], silence_s: float = SILENCE_S
+) -> list[AutomationCore]:
     """Both automations. `post_train`: deployments whose crashed flow runs are started again; `flows`: those watched,
-    also where a terminal runs them."""
+    also where a terminal runs them; `silence_s`: seconds without a heartbeat."""
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState, RunDeployment
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture, ResourceSpecification
@@ -96,9 +99,9 @@ def automations(post_train: Iterable[UUID], flows: Iterable[UUID]) -> list[Autom
                 for_each={"prefect.resource.id"},
                 posture=Posture.Proactive,
                 threshold=1,
-                within=timedelta(seconds=SILENCE_S),
+                within=timedelta(seconds=silence_s),
             ),
-            actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {SILENCE_S} seconds.")],
+            actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {silence_s:g} seconds.")],
         ),
     ]
 
