@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from flows.server import flow_run_url
 from tasks.artifacts import ArtifactGate, ArtifactWriter, artifact_key
 
 HAND_OVER_S = 10.0  # between the end of a segment and the start of the next: islands end, the queue's place comes free
+PATIENCE_S = 60.0
 CHAIN_LIMIT = 100
 
 
@@ -65,8 +67,15 @@ class ThisFlowRun:
         with contextlib.suppress(Exception):
             self._client.set_flow_run_name(self._run.id, name)
 
-    def rival(self, run_id: str) -> FlowRun | None:
-        """Another flow run that trains the same run now, an older one if there are several; this one came second."""
+    def rival(self, run_id: str, patience_s: float = PATIENCE_S) -> FlowRun | None:
+        """Another flow run that trains the same run and began before this one; None when there is none, or it ends
+        within `patience_s`, as the one does that has just handed over."""
+        deadline = time.monotonic() + patience_s
+        while (found := self._rival(run_id)) is not None and time.monotonic() < deadline:
+            time.sleep(2.0)
+        return found
+
+    def _rival(self, run_id: str) -> FlowRun | None:
         running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
         found = self._client.read_flow_runs(
             flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[run_tag(run_id)]), state=running),
@@ -109,8 +118,9 @@ def read_chain(client: SyncPrefectClient, run_id: str) -> list[Link]:
     return [_link(run) for run in reversed(found)]
 
 
-def write_chain(run_id: str, gate: ArtifactGate, writer: ArtifactWriter) -> bool:
+def write_chain(run_id: str, gate: ArtifactGate, flow_run_id: str) -> bool:
     """Show the flow runs of a run as an artifact that replaces itself. Returns at once; False when it was dropped."""
+    writer = ArtifactWriter(flow_run_id)
 
     def write() -> None:
         with get_client(httpx_settings={"timeout": 10.0}, sync_client=True) as client:

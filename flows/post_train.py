@@ -123,7 +123,7 @@ def _in_worker(
     this.rename(work.name(session.run_id))
     chained = attempt > 0 or session.config.steps > segment
     if chained:
-        write_chain(session.run_id, reporter.gate, reporter.writer)
+        write_chain(session.run_id, reporter.gate, this.id)
     finished: FinishReceipt | None = None
     while finished is None:
         finished = train(session, work, progress, reporter)
@@ -131,12 +131,12 @@ def _in_worker(
             url = _hand_over(this, session, work, progress, shown)
             if url is not None:
                 reporter.gate.drain(5.0)
-                write_chain(session.run_id, reporter.gate, reporter.writer)
+                write_chain(session.run_id, reporter.gate, this.id)
                 reporter.gate.drain(10.0)
                 return {"run_id": session.run_id, "steps": work.last, "next": url}
             work = stretch(session.head_step, session.config.steps, segment)
     if chained:
-        write_chain(session.run_id, reporter.gate, reporter.writer)
+        write_chain(session.run_id, reporter.gate, this.id)
         reporter.gate.drain(10.0)
     return finished.as_dict()
 
