@@ -232,8 +232,10 @@ class Stack:
                 state = replace(state, board=board_server.start(self.home, state.board))
                 self._write(state)
             with self._client_settings(state):
-                if started or state.worker is None or not state.worker.alive:
+                lonely = state.worker is None or not state.worker.alive
+                if started or lonely:
                     notes += self._register(state)
+                if lonely:
                     state = replace(state, worker=self._start_worker(state))
                     self._write(state)
                 notes += self._heal()
@@ -311,7 +313,7 @@ class Stack:
         """Poll until the server answers; False when it ended or `wait_s` passed."""
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
-            if healthy(state.api_url):
+            if healthy(state.api_url, timeout_s=10.0):  # a machine that is busy makes it slow, not dead
                 return True
             if server.poll() is not None if server else not state.server.alive:
                 return False

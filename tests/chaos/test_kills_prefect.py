@@ -26,7 +26,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.recovery import automations, install
 from sprawl.board.verify import verify_board
-from tests.chaos.stack_scene import PARTS, Scene, overrides, scene
+from tests.chaos.stack_scene import LIMIT_S, PARTS, Scene, overrides, scene
 
 STRIKES = int(os.environ.get("SPRAWL_CHAOS_STRIKES", "4"))
 FULL = STRIKES >= 50
@@ -41,7 +41,7 @@ SECRETS = {
     "PREFECT_API_KEY": "planted-88e4-prefect",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if FULL else 900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if FULL else 3 * LIMIT_S)]
 
 
 @pytest.fixture(scope="module")
