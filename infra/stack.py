@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -17,19 +16,17 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 import httpx
 
-from infra import board_server, ports
-from infra.board_server import BoardServer
+from infra import board_server, leftovers, ports
 from infra.processes import ProcessId, end_tree, flow_processes, spawn, tail
 from infra.recovery import HEARTBEAT_S
+from infra.stack_state import State
 from sprawl.errors import SprawlError
 
 DEFAULT_PORT = 4200
-FORMAT = 1
 
 # Batching cuts the server's cost of a task run from 30 to 10 ms of CPU and keeps SQLite from lock errors.
 SETTINGS = {
@@ -73,34 +70,6 @@ class StackStatus:
     pid: int | None = None
 
 
-@dataclass(frozen=True)
-class _State:
-    """stack.json."""
-
-    port: int
-    server: ProcessId
-    worker: ProcessId | None = None
-    board: BoardServer | None = None
-
-    @property
-    def ui_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def api_url(self) -> str:
-        return f"{self.ui_url}/api"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "port": self.port,
-            "api_url": self.api_url,
-            "server": self.server.as_dict(),
-            "worker": self.worker.as_dict() if self.worker else None,
-            "board": self.board.as_dict() if self.board else None,
-        }
-
-
 def healthy(api_url: str, timeout_s: float = 2.0) -> bool:
     """Whether a Prefect server answers there."""
     try:
@@ -137,7 +106,7 @@ class Stack:
         carries the end of its log); what this call started is stopped then, and on Ctrl-C.
         """
         with self._lock():
-            state = self._read()
+            state = State.read(self._state_file)
             notes: tuple[str, ...] = ()
             if state and port is not None and port != state.port and (state.server.alive or self._flows()):
                 raise SprawlError(f"the stack is already up on port {state.port}", "`sprawl down` first")
@@ -158,7 +127,7 @@ class Stack:
         if not self._state_file.exists():
             return False
         with self._lock():
-            state = self._read()
+            state = State.read(self._state_file)
             running: list[ProcessId] = []
             if state:
                 flows = self._flows()
@@ -171,12 +140,13 @@ class Stack:
                 if state.board and state.board.process.alive:
                     running.append(state.board.process)
                     end_tree([state.board.process], grace_s=20.0)
+            leftovers.sweep(self.home / "prefect", (), older_than_s=0.0)
             self._state_file.unlink(missing_ok=True)
             return bool(running)
 
     def status(self) -> StackStatus:
         """What is up now. Starts and changes nothing."""
-        state = self._read()
+        state = State.read(self._state_file)
         if state is None:
             return StackStatus("down", "down")
         worker = "up" if state.worker and state.worker.alive else "down"
@@ -191,7 +161,7 @@ class Stack:
 
     # -- start
 
-    def _choose_port(self, asked: int | None, state: _State | None) -> tuple[int, tuple[str, ...]]:
+    def _choose_port(self, asked: int | None, state: State | None) -> tuple[int, tuple[str, ...]]:
         """The server's port, and what to say about it. Flow runs and worker that live know a port already."""
         if asked is None and state and ((state.worker and state.worker.alive) or self._flows()):
             asked = state.port
@@ -206,16 +176,16 @@ class Stack:
             raise SprawlError(f"port {asked} is taken{by}", f"choose another, e.g. --port {ports.next_free(asked + 1)}")
         return asked, ()
 
-    def _start(self, port: int, wait_s: float, before: _State | None) -> _State:
+    def _start(self, port: int, wait_s: float, before: State | None) -> State:
         log = self.logs / "server.log"
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
         server = spawn(command, log=log, env=self.environment(f"http://127.0.0.1:{port}/api"), cwd=self.home)
         identity = ProcessId.of(server.pid)
         if identity is None:
             raise SprawlError(f"the Prefect server ended at once: {tail(log)}", f"log: {log}")
-        state = _State(port, identity, before.worker if before else None, before.board if before else None)
+        state = State(port, identity, before.worker if before else None, before.board if before else None)
         try:
-            self._write(state)
+            state.write(self._state_file)
             if not self._wait(state, wait_s, server):
                 why = "did not answer in time" if server.poll() is None else f"ended with code {server.returncode}"
                 raise SprawlError(f"the Prefect server {why}; the end of {log}:\n{tail(log)}")
@@ -224,20 +194,26 @@ class Stack:
             raise
         return state
 
-    def _complete(self, state: _State, *, started: bool, notes: tuple[str, ...], board: bool) -> StackInfo:
+    def _complete(self, state: State, *, started: bool, notes: tuple[str, ...], board: bool) -> StackInfo:
         """Register deployments and start worker and board server where that is not done yet; then heal flow runs."""
         before = state
         try:
             if (board or state.board) and not (state.board and state.board.process.alive):
+                fresh = state.board is None
                 state = replace(state, board=board_server.start(self.home, state.board))
-                self._write(state)
+                state.write(self._state_file)
+                if fresh and state.worker and state.worker.alive:  # it was started without the board's keys
+                    if self._flows():
+                        notes += ("flow runs find the board server after the next `sprawl down` and `sprawl up`",)
+                    else:
+                        end_tree([state.worker])
             with self._client_settings(state):
                 lonely = state.worker is None or not state.worker.alive
                 if started or lonely:
                     notes += self._register(state)
                 if lonely:
                     state = replace(state, worker=self._start_worker(state))
-                    self._write(state)
+                    state.write(self._state_file)
                 notes += self._heal()
         except BaseException:
             if started:
@@ -246,7 +222,7 @@ class Stack:
         place = None if state.board is None else (state.board.url, state.board.variables_file)
         return StackInfo(state.api_url, state.ui_url, state.server.pid, started, notes, place)
 
-    def _undo(self, state: _State, before: _State | None) -> None:
+    def _undo(self, state: State, before: State | None) -> None:
         """End what a failed start has started. A worker that was there before it stays, and so does its record."""
         kept = before.worker if before and before.worker and before.worker.alive else None
         mine = [state.server, *([state.worker] if state.worker and state.worker != kept else [])]
@@ -257,7 +233,7 @@ class Stack:
             end_tree([state.board.process])
         self._state_file.unlink(missing_ok=True)
 
-    def _start_worker(self, state: _State) -> ProcessId | None:
+    def _start_worker(self, state: State) -> ProcessId | None:
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "local", "--type", "process"]
         environment = self.environment(state.api_url) | (state.board.variables() if state.board else {})
         worker = spawn(
@@ -268,7 +244,7 @@ class Stack:
         )
         return ProcessId.of(worker.pid)
 
-    def _register(self, state: _State) -> tuple[str, ...]:
+    def _register(self, state: State) -> tuple[str, ...]:
         from infra.deployments import register
 
         return register(self.home.parent).notes
@@ -281,14 +257,16 @@ class Stack:
         from infra.recovery import reconcile
 
         names = [f"{flow_of(item).name}/{item.name}" for item in DEPLOYMENTS if item.entrypoint == POST_TRAIN]
+        alive = self._flows()
+        leftovers.sweep(self.home / "prefect", alive)
         try:
             with get_client(sync_client=True) as client:
                 resumable = [client.read_deployment_by_name(name).id for name in names]
-                return tuple(reconcile(client, LOCAL_POOL, self._flows(), resumable))
+                return tuple(reconcile(client, LOCAL_POOL, alive, resumable))
         except httpx.HTTPError as error:
             return (f"flow runs were not looked after ({error})",)
 
-    def _cancel(self, state: _State, flow_runs: Iterable[str]) -> None:
+    def _cancel(self, state: State, flow_runs: Iterable[str]) -> None:
         """Best effort: a server that does not answer will find them crashed."""
         from prefect.client.orchestration import get_client
         from prefect.states import Cancelled
@@ -303,13 +281,13 @@ class Stack:
                 client.set_flow_run_state(UUID(flow_run), Cancelled(message=message), force=True)
 
     @contextlib.contextmanager
-    def _client_settings(self, state: _State) -> Iterator[None]:
+    def _client_settings(self, state: State) -> Iterator[None]:
         from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
 
         with temporary_settings({PREFECT_API_URL: state.api_url}, restore_defaults={PREFECT_API_KEY}):
             yield
 
-    def _wait(self, state: _State, wait_s: float, server: subprocess.Popen[bytes] | None = None) -> bool:
+    def _wait(self, state: State, wait_s: float, server: subprocess.Popen[bytes] | None = None) -> bool:
         """Poll until the server answers; False when it ended or `wait_s` passed."""
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
@@ -330,19 +308,3 @@ class Stack:
         with (self.home / "stack.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-    def _read(self) -> _State | None:
-        try:
-            data = json.loads(self._state_file.read_text())
-            server = ProcessId.from_dict(data["server"])
-            if server is None:
-                return None
-            worker, board = ProcessId.from_dict(data.get("worker")), BoardServer.from_dict(data.get("board"))
-            return _State(int(data["port"]), server, worker, board)
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-
-    def _write(self, state: _State) -> None:
-        temporary = self._state_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(state.as_dict(), indent=2))
-        temporary.replace(self._state_file)

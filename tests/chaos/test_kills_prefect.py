@@ -14,6 +14,7 @@ import random
 import re
 import signal
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from infra.leftovers import PATTERN, sweep
 from infra.recovery import automations, install
 from sprawl.board.verify import verify_board
 from tests.chaos.stack_scene import LIMIT_S, PARTS, Scene, overrides, scene
@@ -233,6 +235,11 @@ def test_no_secret_is_left_anywhere(stage: Scene, calm: str) -> None:
             searched += 1
             assert not pattern.search(path.read_bytes()), path
     assert searched > 50
+    # What the killed workers had left of their flow runs' environments.
+    stage.wait(lambda: not stage.flows(), "the last flow run to end")
+    sweep(stage.stack.home / "prefect", (), older_than_s=0.0)
+    for path in Path(tempfile.gettempdir()).glob(f"{PATTERN}/*"):
+        assert not pattern.search(path.read_bytes()), path
 
 
 ROOT_LINKS = {"configs", "models"}

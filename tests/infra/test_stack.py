@@ -22,6 +22,7 @@ from infra.deployments import DEPLOYMENTS, QUEUES, SKY_DEPLOYMENTS, Deployment, 
 from infra.processes import ProcessId, spawn
 from infra.recovery import RESUME, ZOMBIE
 from infra.stack import Stack, StackInfo
+from infra.stack_state import State
 from sprawl.errors import SprawlError
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +126,7 @@ def test_the_worker_of_a_server_that_died_goes_on_with_the_next_one(
     (home / "stack.json").write_text(json.dumps(state))
     asked = []
 
-    def start(self: Stack, at: int, wait_s: float, before: stack._State | None) -> stack._State:
+    def start(self: Stack, at: int, wait_s: float, before: State | None) -> State:
         asked.append(at)
         assert before is not None
         return before
