@@ -15,10 +15,10 @@ NEEDS := $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),$(CONVERT))
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install run down test test-vllm lint fmt report arms clean
+.PHONY: help install run down test test-vllm test-chaos lint fmt report arms clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\nVariables:\n  CONFIG    run YAML (%s)\n  ARGS      more arguments of `sprawl run`, for example ARGS="--set steps=20"\n' '$(CONFIG)'
 
 install: $(DEV) ## create .venv and install Sprawl with its development tools
@@ -66,6 +66,11 @@ $(VLLM): pyproject.toml
 
 test-vllm: $(VLLM) ## tests that start real vLLM servers, on the CPU; 3 GB of memory, 15 to 40 minutes
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=0
+
+# Fifty strikes of kill -9 against flow, worker and server of a run, and a flow run that is stopped for two minutes.
+test-chaos: $(DEV) ## kill flow, worker and server of a run fifty times (long)
+	SPRAWL_CHAOS_STRIKES=$${SPRAWL_CHAOS_STRIKES:-50} OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" \
+		$(BIN)/pytest tests/chaos/test_kills_prefect.py -s -o timeout=0
 
 lint: $(DEV) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from infra.board_server import PORTS, command, find_weed
 from sprawl.errors import SprawlError
+
+__all__ = ["find_weed", "free_ports", "serving"]
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "devkey",
     "AWS_SECRET_ACCESS_KEY": "devsecret123",
     "AWS_DEFAULT_REGION": "us-east-1",
 }
-
-
-def find_weed() -> str | None:
-    """The server's program: on PATH, or beside this interpreter."""
-    return shutil.which("weed") or shutil.which("weed", path=str(Path(sys.executable).parent))
 
 
 def free_ports(count: int) -> list[int]:
@@ -55,19 +51,15 @@ def serving(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
         import s3fs
     except ImportError:
         raise SprawlError("the client of the object store is missing", "pip install s3fs") from None
-    master, volume, filer, s3, admin = free_ports(5)
+    numbers = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     server = subprocess.Popen(
-        [
-            *(weed, "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
-            *(f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}"),
-            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false", f"-admin.port={admin}"),
-        ],
+        command(weed, folder, numbers),
         env={**os.environ, **CREDENTIALS},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd=folder,
     )
-    variables = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3}"}
+    variables = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{numbers['s3']}"}
     try:
         _make_bucket(s3fs, variables, bucket)
         yield variables

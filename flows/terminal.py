@@ -83,10 +83,14 @@ def _connect(stack: Stack, up: bool, progress: Progress) -> bool:
 
 
 def _run(options: RunOptions, attached: Attached) -> None:
-    """The flow run itself. Raises KeyboardInterrupt when it was interrupted, and whatever the run raised."""
+    """The flow run itself, or one a segment. Raises KeyboardInterrupt when it was interrupted, and whatever the run
+    raised."""
     token = ATTACHED.set(attached)
     try:
-        state = post_train(**flow_parameters(options, attached.session.run_id), return_state=True)
+        parameters = flow_parameters(options, attached.session.run_id)
+        state = post_train(**parameters, return_state=True)
+        while state.is_completed() and attached.finished is None:
+            state = post_train(**parameters, return_state=True)
     except Exception as error:
         if attached.finished is None or server.reachable():
             raise

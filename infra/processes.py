@@ -96,6 +96,22 @@ def end_tree(leaders: Sequence[ProcessId], grace_s: float = 10.0) -> None:
     psutil.wait_procs(alive, timeout=5.0)
 
 
+def flow_processes(prefect_home: Path) -> dict[str, ProcessId]:
+    """Flow run id -> process, of the flow runs that a worker of this Prefect home started, whether or not that worker
+    still lives. What a flow run starts (islands, an anchor) inherits its environment and is not listed."""
+    found: dict[str, ProcessId] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            environment = process.environ()
+            flow_run = environment.get("PREFECT__FLOW_RUN_ID")
+            if flow_run is None or environment.get("PREFECT_HOME") != str(prefect_home):
+                continue
+            runs_flow = any(word.startswith("prefect.") for word in process.cmdline()[1:3])
+            if runs_flow and (identity := ProcessId.of(process.pid)) is not None and identity.alive:
+                found[flow_run] = identity
+    return found
+
+
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgid(pid) == pid:

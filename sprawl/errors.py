@@ -34,6 +34,10 @@ class FencedError(SprawlError):
     """Another writer with a newer epoch took over this run."""
 
 
+class OvertakenError(SprawlError):
+    """A predecessor that was taken for dead committed this step at the last moment. Resuming goes on from there."""
+
+
 class Diverged(SprawlError):
     """The run stopped on purpose: non-finite gradients or a drifting mismatch."""
 

@@ -50,10 +50,10 @@ class Reporter:
         self._follow: Callable[[int], RunData] | None = None
         self._one = threading.Lock()  # a write that the gate gave up may still be going on
 
-    def begin(self, session: RunSession) -> Announcer:
+    def begin(self, session: RunSession, told: Announcer | None = None) -> Announcer:
         """The run has started, or goes on, after its newest committed version: what is told is what is new from now
-        on."""
-        self._announcer = Announcer(session.run_id, session.board, head=session.head_step, began=time.time())
+        on. `told`: who has told of it before in this process, and goes on."""
+        self._announcer = told or Announcer(session.run_id, session.board, head=session.head_step, began=time.time())
         return self._announcer
 
     def due(self) -> bool:

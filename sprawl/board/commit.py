@@ -18,7 +18,7 @@ from sprawl.board.reader import VersionReader
 from sprawl.board.receipts import PublishReceipt
 from sprawl.board.signing import Signer
 from sprawl.board.store import MissingKey, Store
-from sprawl.errors import BoardError, IntegrityError
+from sprawl.errors import BoardError, IntegrityError, OvertakenError
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,15 @@ class Committer:
     def settle(self, manifest: Manifest, root: str, started: float, committed_before: bool) -> PublishReceipt:
         """Check that the committed version is the state with this root digest, and write the hint.
 
-        `started` is a `time.monotonic()`. Raises IntegrityError when the board holds another state.
+        `started` is a `time.monotonic()`. Raises IntegrityError when the board holds another state, OvertakenError
+        when that is the last commit of the writer before this one.
         """
+        if manifest.root_digest != root and manifest.epoch < self._epoch:
+            raise OvertakenError(
+                f"version {manifest.version} of run {self.run_id!r} was committed by an earlier writer (epoch "
+                f"{manifest.epoch}) while this one (epoch {self._epoch}) took the run over",
+                "resume the run: it goes on after that version",
+            )
         if manifest.root_digest != root:
             raise IntegrityError(
                 f"version {manifest.version} of run {self.run_id!r} is on the board with root digest "

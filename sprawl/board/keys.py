@@ -156,8 +156,15 @@ def checkpoints(run_id: str) -> str:
     return f"{run_id}/checkpoints/"
 
 
-def checkpoint_blob(run_id: str, step: int, name: str) -> str:
-    return f"{run_id}/checkpoints/{step:08d}/{name}.safetensors"
+def checkpoint_blob(run_id: str, step: int, name: str, digest: str | None = None) -> str:
+    """With `digest` the name says what is in it, so that no writer can replace what another one has committed;
+    without, the name that older releases used."""
+    ending = "" if digest is None else f".{digest}"
+    return f"{checkpoint_blobs(run_id, step)}{name}{ending}.safetensors"
+
+
+def checkpoint_blobs(run_id: str, step: int) -> str:
+    return f"{run_id}/checkpoints/{step:08d}/"
 
 
 def epoch(run_id: str, epoch: int) -> str:

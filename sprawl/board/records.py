@@ -228,8 +228,8 @@ class EventRecord(Record):
     """metrics/events/<name>: start, resume, island lost, violation ..."""
 
     kind: str = Field(
-        description="start, resume, finish, island_lost, anchor_lost, island_report, client_report, verify, violation, "
-        "control, verdict"
+        description="attempt, start, resume, finish, island_lost, anchor_lost, island_report, client_report, verify, "
+        "violation, control, verdict"
     )
     at: float
     step: int

@@ -150,6 +150,13 @@ def open_store(url: str, *, create: bool = False, probe: bool = False) -> Store:
     else:
         from sprawl.board.remote import RemoteStore
 
+        user, at, place = rest.partition("/")[0].rpartition("@")
+        if at and ":" in user:
+            # The address is shown wherever the run is: parameters, logs, the run's record.
+            raise BoardError(
+                f"the address of board {scheme}://...@{place} carries a password",
+                "give credentials in the environment, for S3 as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            )
         store = RemoteStore.open(url)
     if probe:
         probe_exclusive_create(store)

@@ -64,7 +64,7 @@ class MultiProcess:
         def opened() -> StageShare:
             return StageShare(config, store, ledger, base, trust)
 
-        opening = {"do": "open", "board": board, "run_id": ledger.run_id}
+        opening = {"do": "open", "board": board, "run_id": ledger.run_id, "epoch": epoch}
         try:
             self._share = self._everywhere(opening, "opening", opened)[0]
         except BaseException:

@@ -21,6 +21,7 @@ import torch
 
 from sprawl import __version__
 from sprawl.anchor.forecast import last_fire
+from sprawl.board.fence import FencedStore
 from sprawl.board.ledger import Ledger, resolve_run
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import EvaluationRecord, EventRecord, RunRecord, StepRecord
@@ -77,7 +78,7 @@ class RunSession:
         trust: Trust | None,
     ) -> None:
         self.config = config
-        self.store = store
+        self.store: Store = store
         self.board = board
         self.run_id = run_id
         self.resumed = resumed
@@ -164,6 +165,9 @@ class RunSession:
         """Take the run over (fencing epoch), bring the trainer to the last committed step, start islands and anchor."""
         torch.set_num_threads(self.config.threads.trainer)
         self.epoch = self.ledger.acquire_epoch()
+        # Whatever this process writes from here on stops when another one takes the run over.
+        self.store = FencedStore(self.store, self.run_id, self.epoch)
+        self.ledger = Ledger(self.store, self.run_id)
         record = self.ledger.run()
         base = BaseModel.load(self.config)
         self.tokenizer = Tokenizer.from_files(base.files)

@@ -12,6 +12,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from sprawl.board.fence import FencedStore
 from sprawl.board.ledger import Ledger
 from sprawl.board.signing import environment_trust
 from sprawl.board.store import open_store
@@ -32,7 +33,7 @@ class StageServer:
 
     def __init__(self, command: Message) -> None:
         trust = environment_trust()
-        store = open_store(command["board"])
+        store = FencedStore(open_store(command["board"]), command["run_id"], command["epoch"])
         self._ledger = Ledger(store, command["run_id"])
         config = parse_config(self._ledger.run().config, f"run.json of {command['run_id']}")
         torch.set_num_threads(config.threads.trainer)

@@ -51,13 +51,18 @@ def read_record(ledger: Ledger, step: int) -> CheckpointRecord:
 
 
 def fetch_blob(store: Store, run_id: str, record: CheckpointRecord, name: str) -> bytes:
-    """A blob of a checkpoint. Raises MissingKey, and IntegrityError when its bytes are not the committed ones."""
-    data = store.get(keys.checkpoint_blob(run_id, record.step, name))
+    """A blob of a checkpoint; those of older releases are found under their bare name.
+
+    Raises MissingKey, and IntegrityError when its bytes are not the committed ones.
+    """
+    committed = record.blobs[name]
+    try:
+        data = store.get(keys.checkpoint_blob(run_id, record.step, name, committed))
+    except MissingKey:
+        data = store.get(keys.checkpoint_blob(run_id, record.step, name))
     digest = blake3(data).hexdigest()
-    if digest != record.blobs[name]:
-        raise IntegrityError(
-            f"checkpoint {record.step}/{name}: digest {digest[:16]}, committed {record.blobs[name][:16]}"
-        )
+    if digest != committed:
+        raise IntegrityError(f"checkpoint {record.step}/{name}: digest {digest[:16]}, committed {committed[:16]}")
     return data
 
 

@@ -33,7 +33,8 @@ from sprawl.train.optimizer import RunOptimizer, load_optimizer_tensors, optimiz
 
 @dataclass(frozen=True)
 class Shard:
-    """Blobs that one process wrote: name -> blake3, their size, and what those of masters are."""
+    """Blobs that one process wrote: name -> blake3, their size, and what those of masters are. On the board they are
+    named by their digests: a writer that was taken for dead and goes on cannot replace what its successor committed."""
 
     blobs: dict[str, str]
     bytes: int
@@ -69,8 +70,8 @@ def write_shard(
     def put(kind: str, data: bytes) -> None:
         nonlocal size
         name = shard_name(kind, place)
-        store.put(keys.checkpoint_blob(run_id, step, name), data)
-        digests[name] = blake3(data).hexdigest()
+        digests[name] = digest = blake3(data).hexdigest()
+        store.put(keys.checkpoint_blob(run_id, step, name, digest), data)
         size += len(data)
 
     about: dict[str, MastersBlob] = {}
@@ -211,8 +212,8 @@ def bases_of(ledger: Ledger, step: int) -> set[int]:
 
 
 def delete_checkpoint(store: Store, run_id: str, step: int) -> None:
-    """The record goes first: a reader never sees a committed checkpoint without its blobs."""
-    record = Ledger(store, run_id).checkpoint(step)
+    """The record goes first: a reader never sees a committed checkpoint without its blobs. What a writer that was
+    killed before its record had put there goes too."""
     store.delete(keys.checkpoint(run_id, step))
-    for name in record.blobs if record is not None else ():
-        store.delete(keys.checkpoint_blob(run_id, step, name))
+    for key in store.list(keys.checkpoint_blobs(run_id, step)):
+        store.delete(key)

@@ -178,3 +178,10 @@ def test_a_backend_that_ignores_exclusive_create_is_refused() -> None:
 
     with pytest.raises(BoardError, match="second writer"):
         probe_exclusive_create(remote(Ignores()))
+
+
+@pytest.mark.parametrize("address", ["s3://key:hush@bucket/runs", "gs://u:hush@b", "sftp://me:hush@host/runs"])
+def test_a_password_in_an_address_is_refused_and_not_repeated(address: str) -> None:
+    with pytest.raises(BoardError, match=r"carries a password.*environment") as refused:
+        open_store(address)
+    assert "hush" not in str(refused.value)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sprawl.board.records import EvaluationRecord, StepRecord, Views, Wire
+from sprawl.board.records import EvaluationRecord, EventRecord, StepRecord, Views, Wire
 from sprawl.config import RunConfig, parse_config
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
 
@@ -50,9 +50,24 @@ def step_record(step: int) -> StepRecord:
 @dataclass
 class FakeLedger:
     committed: dict[int, StepRecord] = field(default_factory=dict)
+    written: list[EventRecord] = field(default_factory=list)
+
+    def write_event(self, event: EventRecord) -> None:
+        self.written.append(event)
+
+    def events(self) -> list[EventRecord]:
+        return self.written
 
     def step(self, step: int) -> StepRecord | None:
         return self.committed.get(step)
+
+
+@dataclass
+class FakeReader:
+    at: int | None = None
+
+    def head(self) -> int | None:
+        return self.at
 
 
 @dataclass
@@ -66,6 +81,8 @@ class FakeSession:
     calls: list[tuple[str, int]] = field(default_factory=list)
     faults: dict[tuple[str, int], list[Callable[[], Any]]] = field(default_factory=dict)
     ledger: FakeLedger = field(default_factory=FakeLedger)
+    reader: FakeReader = field(default_factory=FakeReader)
+    log_dir: str = "/nowhere/logs"
     store: None = None
     closed: int = 0
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import signal
-from uuid import UUID
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.orchestration import get_client
 
+from flows import flow_runs, server, terminal
 from flows import post_train as module
-from flows import server, terminal
 from flows.post_train import ATTACHED, Attached, post_train
+from infra.limits import FUTILE_ATTEMPTS
 from infra.stack import Stack
 from sprawl.config import parse_config
-from sprawl.errors import FencedError, SprawlError
+from sprawl.errors import BoardError, Diverged, FencedError, OvertakenError, SprawlError
 from sprawl.run.options import RunOptions
 from tests.flows.conftest import FakeSession, Recorder
 
@@ -98,6 +102,168 @@ def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(
     assert any("no report page" in note for note in progress.notes)
 
 
+# -- as a worker runs it
+
+
+@dataclass
+class Server:
+    """What the flow told the server, and what the server answers."""
+
+    claimed: list[dict[str, Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    rivals: list[Any] = field(default_factory=list)
+    successors: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
+    refuses: bool = False
+    id: str = "0d0e0f00-0000-4000-8000-000000000000"
+    retried: bool = False
+
+    def claim(self, run_id: str, parameters: dict[str, Any] | None = None) -> None:
+        self.claimed.append(parameters or {})
+
+    def rename(self, name: str) -> None:
+        self.names.append(name)
+
+    def rival(self, run_id: str) -> Any:
+        return self.rivals[0] if self.rivals else None
+
+    def successor(self, run_id: str, after_step: int, parameters: dict[str, Any]) -> str:
+        if self.refuses:
+            raise ConnectionError("no server")
+        self.successors.append((run_id, after_step, parameters))
+        return "http://ui/next"
+
+
+@pytest.fixture
+def told(session: FakeSession, monkeypatch: pytest.MonkeyPatch) -> Server:
+    told = Server()
+    options = RunOptions(session.config, "run.yaml", "/board", run_id=session.run_id)
+    monkeypatch.setattr(module, "ThisFlowRun", lambda: told)
+    monkeypatch.setattr(module, "_options", lambda *arguments: options)
+    monkeypatch.setattr(module, "open_session", lambda options: session)
+    monkeypatch.setattr(module, "write_chain", lambda *arguments: True)
+    return told
+
+
+def test_a_flow_run_names_its_run_before_anything_of_it_exists(told: Server, session: FakeSession) -> None:
+    assert post_train(overrides=["steps=3"])["steps"] == 3  # type: ignore[index]
+    assert told.claimed[0] | {"segment": 0} == {
+        "config": "configs/tiny.yaml",
+        "overrides": ["steps=3"],
+        "segment": 0,
+        "attempt": 0,
+        "board": "/board",
+        "run_id": "tiny-1",
+        "resume": None,
+    }
+    assert told.names == ["tiny-1"]
+    assert [event.kind for event in session.ledger.written] == ["attempt"]
+
+
+def test_of_two_flow_runs_of_one_run_the_second_is_cancelled(told: Server, session: FakeSession) -> None:
+    told.rivals = [SimpleNamespace(id=UUID(told.id), name="tiny-1")]
+    state = post_train(return_state=True)
+    assert state.is_cancelled()
+    assert "tiny-1 is being trained by flow run tiny-1" in str(state.message)
+    assert session.calls == []
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (SprawlError("trainer process 3 was killed"), "CRASHED"),
+        (OvertakenError("version 2 was committed by an earlier writer"), "CRASHED"),
+        (RuntimeError("CUDA error"), "CRASHED"),
+        (FencedError("epoch 2 took over"), "FAILED"),
+        (Diverged("3 steps in a row"), "FAILED"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
+)
+def test_only_what_a_new_start_may_cure_is_a_crash(
+    told: Server, session: FakeSession, error: Exception, state: str
+) -> None:
+    session.faults["train", 2] = [fail_with(error)]
+    assert post_train(return_state=True).type.value == state
+    assert session.closed == 1
+
+
+def test_what_is_wrong_from_the_start_fails_and_is_a_crash_only_later(
+    told: Server, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(options: RunOptions) -> FakeSession:
+        raise BoardError("no board at /board")
+
+    monkeypatch.setattr(module, "open_session", away)
+    assert post_train(return_state=True).is_failed()
+    assert post_train(attempt=1, return_state=True).is_crashed()
+
+
+def test_starts_that_lead_nowhere_wait_and_then_give_up(
+    told: Server, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", waits.append)
+    session.faults["prepare", 0] = [fail_with(SprawlError("no island became ready")) for _ in range(20)]
+    ends = [post_train(attempt=attempt, return_state=True).type.value for attempt in range(FUTILE_ATTEMPTS + 2)]
+    assert ends == ["CRASHED"] * (FUTILE_ATTEMPTS + 1) + ["FAILED"]
+    assert [wait for wait in waits if wait in (15, 30, 60, 120, 240)] == [15, 30, 60, 120, 240]
+    session.reader.at = 2  # somebody else made a step: the row is over
+    assert post_train(attempt=FUTILE_ATTEMPTS + 2, return_state=True).type.value == "CRASHED"
+    state = post_train(attempt=FUTILE_ATTEMPTS + 3, return_state=True)
+    assert state.type.value == "CRASHED"
+
+
+def test_a_long_run_is_a_chain_of_flow_runs(told: Server, session: FakeSession) -> None:
+    first = post_train(segment=2)
+    assert first == {"run_id": "tiny-1", "steps": 2, "next": "http://ui/next"}
+    assert told.names == ["tiny-1 1-2"]
+    following = {"config": "configs/tiny.yaml", "segment": 2, "resume": "tiny-1", "board": "/nowhere"}
+    assert told.successors == [("tiny-1", 2, following)]
+    assert ("finish", 2) not in session.calls
+    assert post_train(segment=2)["steps"] == 3  # type: ignore[index]
+    assert told.names == ["tiny-1 1-2", "tiny-1 3-3"]
+    assert [call for call in session.calls if call[0] == "train"] == [("train", 1), ("train", 2), ("train", 3)]
+    assert len(told.successors) == 1
+    assert session.closed == 2
+
+
+def test_without_a_successor_a_flow_run_goes_on_itself(told: Server, session: FakeSession) -> None:
+    told.refuses = True
+    assert post_train(segment=1)["steps"] == 3  # type: ignore[index]
+    assert [call for call in session.calls if call[0] == "train"] == [("train", 1), ("train", 2), ("train", 3)]
+
+
+def test_the_server_keeps_what_a_flow_run_says_about_itself(
+    told: Server, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real client: tag, parameters and name; who is the rival; the chain as the UI shows it."""
+    monkeypatch.setattr(module, "ThisFlowRun", flow_runs.ThisFlowRun)
+    seen: list[Any] = []
+
+    def look() -> None:
+        this = flow_runs.ThisFlowRun()
+        seen.append((this.id, this.rival(session.run_id)))
+        with pytest.raises(ValueError, match="no deployment"):
+            this.successor(session.run_id, 1, {})
+
+    session.faults["train", 1] = [look]
+    session.run_id = f"tiny-{uuid4()}"
+    monkeypatch.setattr(
+        module, "_options", lambda *arguments: RunOptions(session.config, "c", "/board", run_id=session.run_id)
+    )
+    post_train(segment=2)  # has no deployment: it goes on itself, to the end
+    ((flow_run_id, rival),) = seen
+    assert rival is None
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(UUID(flow_run_id))
+        chain = flow_runs.read_chain(client, session.run_id)
+    assert run.tags == [f"run:{session.run_id}"]
+    assert run.parameters["run_id"] == session.run_id
+    assert run.parameters["board"] == "/board"
+    assert run.name == f"{session.run_id} 1-2"
+    assert [(link.name, link.attempt) for link in chain] == [(run.name, 0)]
+    assert chain[0].url.endswith(flow_run_id)
+
+
 # -- in a terminal
 
 
@@ -148,6 +314,19 @@ def test_a_failing_run_raises_its_own_error_after_saying_how_to_resume(
         terminal.run_in_terminal(options, up=False)
     assert any("--resume tiny-1" in note for note in progress.notes)
     assert flow_run_state(progress) == "FAILED"
+
+
+def test_a_long_run_in_a_terminal_is_one_flow_run_a_segment(
+    options: RunOptions, session: FakeSession, progress: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = terminal.flow_parameters(options, session.run_id)
+    monkeypatch.setattr(terminal, "flow_parameters", lambda *arguments: {**parameters, "segment": 2})
+    assert terminal.run_in_terminal(options, up=False) == 0
+    assert session.calls.count(("prepare", 0)) == 1
+    assert [call for call in session.calls if call[0] == "train"] == [("train", 1), ("train", 2), ("train", 3)]
+    assert (progress.steps, session.closed) == ([1, 2, 3], 1)
+    urls = {note for note in progress.notes if note.startswith("UI: http")}
+    assert len(urls) == 2
 
 
 def test_violations_make_the_exit_code_1(

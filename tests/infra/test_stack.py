@@ -18,9 +18,12 @@ from click.testing import CliRunner
 
 from infra import ports, stack
 from infra.commands import status as status_command
-from infra.deployments import DEPLOYMENTS, WORK_POOL
+from infra.deployments import DEPLOYMENTS, QUEUES, SKY_DEPLOYMENTS, Deployment, flow_of
 from infra.processes import ProcessId, spawn
+from infra.recovery import RESUME, ZOMBIE
 from infra.stack import Stack, StackInfo
+from infra.stack_state import State
+from infra.watch import ALERTS
 from sprawl.errors import SprawlError
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +68,9 @@ def test_a_taken_default_port_gives_way_to_the_next_free_one(
     tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stack, "DEFAULT_PORT", taken)
-    chosen = Stack(tmp_path)._choose_port(None)
+    chosen, (note,) = Stack(tmp_path)._choose_port(None, None)
     assert chosen > taken
+    assert f"port {taken} is taken" in note
     assert ports.is_free(chosen)
 
 
@@ -110,19 +114,72 @@ def test_an_interrupted_start_leaves_nothing_running(tmp_path: Path, monkeypatch
     assert processes_below(home) == []
 
 
-def test_the_worker_of_a_server_that_died_is_replaced_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = tmp_path / ".sprawl"
+def test_the_worker_of_a_server_that_died_goes_on_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the port that it knows, and alive: flow runs are its children, and training is not the server's to end."""
+    home, port = tmp_path / ".sprawl", free_port()
     home.mkdir()
     worker = spawn([sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log", env=os.environ)
     identity = ProcessId.of(worker.pid)
     assert identity is not None
-    state = {"port": free_port(), "server": {"pid": 1, "started": 0.0}, "worker": identity.as_dict()}
+    state = {"port": port, "server": {"pid": 1, "started": 0.0}, "worker": identity.as_dict()}
     (home / "stack.json").write_text(json.dumps(state))
-    started = StackInfo("api", "ui", 1, True)
-    monkeypatch.setattr(Stack, "_start", lambda self, port, wait_s, notes: started)
-    assert Stack(home).up(free_port()) is started
-    worker.wait(20)
-    assert not identity.alive
+    asked = []
+
+    def start(self: Stack, at: int, wait_s: float, before: State | None) -> State:
+        asked.append(at)
+        assert before is not None
+        return before
+
+    monkeypatch.setattr(Stack, "_start", start)
+    monkeypatch.setattr(Stack, "_register", lambda self, state: ())
+    monkeypatch.setattr(Stack, "_heal", lambda self: ())
+    try:
+        assert Stack(home).up().started
+        assert asked == [port]
+        assert identity.alive
+        assert ProcessId.from_dict(json.loads((home / "stack.json").read_text())["worker"]) == identity
+        monkeypatch.setattr(Stack, "_flows", lambda self: {"a": identity})
+        with pytest.raises(SprawlError, match="already up"):
+            Stack(home).up(free_port())
+    finally:
+        worker.kill()
+        worker.wait(20)
+
+
+def test_a_port_that_a_stranger_took_is_not_given_to_the_server_that_comes_back(tmp_path: Path, taken: int) -> None:
+    """The living worker knows the old port: another one would leave it alone."""
+    home = tmp_path / ".sprawl"
+    home.mkdir()
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    state = {"port": taken, "server": {"pid": 1, "started": 0.0}, "worker": me.as_dict()}
+    (home / "stack.json").write_text(json.dumps(state))
+    with pytest.raises(SprawlError, match=f"port {taken} is taken"):
+        Stack(home).up()
+
+
+def test_down_leaves_a_foreign_process_on_the_port_alone(tmp_path: Path) -> None:
+    """It took the port after our server had died: it is not in the state, so it is not ours."""
+    home, port = tmp_path / ".sprawl", free_port()
+    home.mkdir()
+    listen = f"s = socket.socket(); s.bind(('127.0.0.1', {port})); s.listen()"
+    code = f"import socket, time; {listen}; time.sleep(60)"
+    stranger = spawn([sys.executable, "-c", code], log=tmp_path / "log", env=os.environ)
+    try:
+        deadline = time.monotonic() + 60
+        while ports.is_free(port):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (home / "stack.json").write_text(json.dumps({"port": port, "server": {"pid": 1, "started": 0.0}}))
+        assert Stack(home).status().server == "down"
+        assert Stack(home).down() is False
+        assert stranger.poll() is None
+        assert not ports.is_free(port)
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 def test_a_recycled_pid_in_the_state_is_neither_up_nor_ended(tmp_path: Path) -> None:
@@ -159,12 +216,52 @@ def test_status_command_fails_when_nothing_is_up(tmp_path: Path) -> None:
 # -- deployments
 
 
-def test_prefect_yaml_declares_the_same_deployments_as_the_stack() -> None:
-    declared = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+@pytest.mark.parametrize(
+    ("file", "deployments"), [("prefect.yaml", DEPLOYMENTS), ("prefect.sky.yaml", SKY_DEPLOYMENTS)]
+)
+def test_prefect_yaml_declares_the_same_deployments_as_the_stack(
+    file: str, deployments: tuple[Deployment, ...]
+) -> None:
+    declared = yaml.safe_load((ROOT / file).read_text())["deployments"]
     assert [
-        (item["entrypoint"], item["name"], item["description"], item["parameters"], item["tags"]) for item in declared
-    ] == [(d.entrypoint, d.name, d.description, dict(d.parameters), list(d.tags)) for d in DEPLOYMENTS]
-    assert {item["work_pool"]["name"] for item in declared} == {WORK_POOL}
+        (
+            item["entrypoint"],
+            item["name"],
+            item["description"],
+            item["parameters"],
+            item["tags"],
+            item["work_pool"]["name"],
+            item["work_pool"]["work_queue_name"],
+            item["work_pool"].get("job_variables", {}),
+            [(schedule["cron"], schedule["slug"], schedule["active"]) for schedule in item.get("schedules", [])],
+        )
+        for item in declared
+    ] == [
+        (
+            item.entrypoint,
+            item.name,
+            item.description,
+            dict(item.parameters),
+            list(item.tags),
+            item.pool,
+            item.queue.name,
+            dict(item.job_variables),
+            [(schedule.cron, schedule.slug, False) for schedule in item.schedules],
+        )
+        for item in deployments
+    ]
+
+
+@pytest.mark.parametrize("deployment", [*DEPLOYMENTS, *SKY_DEPLOYMENTS], ids=lambda d: f"{d.entrypoint}/{d.name}")
+def test_every_parameter_of_the_ui_form_has_a_type_and_says_what_it_is(deployment: Deployment) -> None:
+    from prefect.utilities.callables import parameter_schema
+
+    schema = parameter_schema(flow_of(deployment).fn).model_dump_for_openapi()
+    assert schema["properties"]
+    for name, field in schema["properties"].items():
+        assert field.get("description"), name
+        assert "type" in field or "anyOf" in field, name
+    assert set(deployment.parameters) <= set(schema["properties"])
 
 
 # -- the real one
@@ -176,9 +273,17 @@ def test_up_serves_and_down_ends_it(tmp_path: Path) -> None:
     local, port = Stack(home), free_port()
     try:
         info = local.up(port, wait_s=120)
-        assert info == StackInfo(f"http://127.0.0.1:{port}/api", f"http://127.0.0.1:{port}", info.pid, True)
+        expected = StackInfo(f"http://127.0.0.1:{port}/api", f"http://127.0.0.1:{port}", info.pid, True, info.notes)
+        assert info == expected
         found = httpx.post(f"{info.api_url}/deployments/filter", json={}, timeout=30).json()
         assert sorted(item["entrypoint"] for item in found) == sorted(d.entrypoint for d in DEPLOYMENTS)
+        assert any("no work pool 'sky'" in note for note in info.notes)
+        queues = httpx.post(f"{info.api_url}/work_pools/local/queues/filter", json={}, timeout=30).json()
+        assert {item["name"]: item["concurrency_limit"] for item in queues if item["name"] != "default"} == {
+            queue.name: queue.limit for queue in QUEUES
+        }
+        names = httpx.post(f"{info.api_url}/automations/filter", json={}, timeout=30).json()
+        assert sorted(item["name"] for item in names) == sorted((RESUME, ZOMBIE, *(alert.name for alert in ALERTS)))
         assert {item["pull_steps"][0].popitem()[1]["directory"] for item in found} == {str(tmp_path)}
         page = httpx.get(info.ui_url, headers={"accept": "text/html"}, follow_redirects=True, timeout=30)
         assert page.status_code == 200
@@ -193,12 +298,32 @@ def test_up_serves_and_down_ends_it(tmp_path: Path) -> None:
         worker = ProcessId.from_dict(state["worker"])
         assert worker is not None
         assert worker.alive
+        # A person switched the automation off, the schedule on: both stay so.
+        (resume,) = (item for item in names if item["name"] == RESUME)
+        httpx.patch(f"{info.api_url}/automations/{resume['id']}", json={"enabled": False}, timeout=30)
+        evaluate = next(item for item in found if item["entrypoint"].endswith("evaluate"))
+        hourly = f"{info.api_url}/deployments/{evaluate['id']}/schedules/{evaluate['schedules'][0]['id']}"
+        assert evaluate["schedules"][0]["active"] is False
+        httpx.patch(hourly, json={"active": True}, timeout=30).raise_for_status()
+        # The pool for SkyPilot appears: its deployments follow at the next start.
+        pool = {"name": "sky", "type": "skypilot", "base_job_template": {}}
+        httpx.post(f"{info.api_url}/work_pools/", json=pool, timeout=30).raise_for_status()
+
         psutil.Process(worker.pid).kill()
         deadline = time.monotonic() + 10
         while worker.alive and time.monotonic() < deadline:
             time.sleep(0.05)
         assert local.status().worker == "down"
         assert local.up().started is False  # brings the worker back
+        found = httpx.post(f"{info.api_url}/deployments/filter", json={}, timeout=30).json()
+        assert sorted((item["entrypoint"], item["work_pool_name"]) for item in found) == sorted(
+            (d.entrypoint, d.pool) for d in (*DEPLOYMENTS, *SKY_DEPLOYMENTS)
+        )
+        local_evaluate = next(item for item in found if item["id"] == evaluate["id"])
+        assert [item["active"] for item in local_evaluate["schedules"]] == [True]
+        names = httpx.post(f"{info.api_url}/automations/filter", json={}, timeout=30).json()
+        assert {item["name"] for item in names if not item["enabled"]} == {RESUME}
+        assert len(names) == 2 + len(ALERTS)
         assert (local.status().server, local.status().worker) == ("up", "up")
     finally:
         local.down()

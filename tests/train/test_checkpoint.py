@@ -96,9 +96,34 @@ def test_missing_damaged_and_deleted_shards(monkeypatch: pytest.MonkeyPatch) -> 
     commit_checkpoint(ledger, 2, 1, shards)
     with pytest.raises(IntegrityError, match="has no codec"):
         read_blob(store, ledger, 2, "codec")
-    key = checkpoint_blob("r", 2, "masters-1of3")
+    key = checkpoint_blob("r", 2, "masters-1of3", shards[1].blobs["masters-1of3"])
     store.put(key, store.get(key)[:-1] + b"\0")
     with pytest.raises(IntegrityError, match="checkpoint 2/masters-1of3"):
         read_blob(store, ledger, 2, "masters")
     delete_checkpoint(store, "r", 2)
     assert not list(store.list("r/checkpoints/"))
+
+
+def test_a_zombie_cannot_replace_the_blobs_of_a_committed_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old writer had looked for the record before it was stopped; it wakes up with other bits and writes on."""
+    mine, store = trained(False, monkeypatch), MemoryStore()
+    ledger = Ledger(store, "r")
+    save_checkpoint(store, ledger, 2, 2, mine.decoder, mine.optimizer, mine.codec)
+    zombie = Trainer(make_decoder(7), make_decoder(1), CONFIG)
+    shard = write_shard(store, "r", 2, zombie.decoder, zombie.optimizer, zombie.codec)
+    commit_checkpoint(ledger, 2, 1, [shard])
+    masters = read_blob(store, ledger, 2, "masters")
+    assert all(torch.equal(masters[name], parameter) for name, parameter in mine.decoder.named_parameters())
+    delete_checkpoint(store, "r", 2)
+    assert not store.list("r/checkpoints/")  # the zombie's blobs went too
+
+
+def test_checkpoints_of_older_releases_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, store = trained(False, monkeypatch), MemoryStore()
+    ledger = Ledger(store, "r")
+    save_checkpoint(store, ledger, 2, 1, trainer.decoder, trainer.optimizer, trainer.codec)
+    for name, digest in ledger.checkpoint(2).blobs.items():  # type: ignore[union-attr]
+        store.put(checkpoint_blob("r", 2, name), store.get(checkpoint_blob("r", 2, name, digest)))
+        store.delete(checkpoint_blob("r", 2, name, digest))
+    masters = read_blob(store, ledger, 2, "masters")
+    assert all(torch.equal(masters[name], parameter) for name, parameter in trainer.decoder.named_parameters())

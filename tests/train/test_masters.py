@@ -160,6 +160,12 @@ class Run:
     def bases(self, step: int) -> set[int]:
         return bases_of(self.ledger, step)
 
+    def key(self, step: int, name: str = "masters") -> str:
+        """Of a committed blob."""
+        record = self.ledger.checkpoint(step)
+        assert record is not None
+        return keys.checkpoint_blob("r", step, name, record.blobs[name])
+
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_every_checkpoint_is_read_to_the_bit_and_resumes(stages: int) -> None:
@@ -177,7 +183,7 @@ def test_every_checkpoint_is_read_to_the_bit_and_resumes(stages: int) -> None:
         assert len(record.masters) == stages
         whole = sum(tensor.nbytes for tensor in masters.values())
         assert sum(about.whole_bytes for about in record.masters.values()) == whole
-        size = sum(len(run.store.get(keys.checkpoint_blob("r", step, name))) for name in record.masters)
+        size = sum(len(run.store.get(run.key(step, name))) for name in record.masters)
         assert size > whole if step in (0, 12) else size < 0.9 * whole
     if stages > 1:
         for place in run.places:
@@ -198,7 +204,7 @@ def test_a_reader_that_holds_the_base_fetches_the_delta_only() -> None:
     first = reader.read(4)
     read = reader.bytes_read
     assert equal(reader.read(8), run.masters[8])
-    assert reader.bytes_read - read == len(run.store.get(keys.checkpoint_blob("r", 8, "masters")))
+    assert reader.bytes_read - read == len(run.store.get(run.key(8)))
     assert equal(first, run.masters[4])  # what was given out is not patched
     assert reader.held == [4, 8]
     reader.hold([8, 12])
@@ -209,7 +215,7 @@ def test_a_lost_or_damaged_chain_is_one_clear_line() -> None:
     run = Run(config(whole_every=9))
     for step in (0, 4, 8):
         run.checkpoint(step)
-    key = keys.checkpoint_blob("r", 4, "masters")
+    key = run.key(4)
     kept = run.store.get(key)
     run.store.delete(key)
     with pytest.raises(IntegrityError, match="checkpoint 4/masters of run r cannot be read: its bytes are gone"):
@@ -231,7 +237,7 @@ def test_a_base_of_other_bits_is_found_out() -> None:
     for step in (0, 4):
         run.checkpoint(step)
         other.checkpoint(step)
-    for key in (keys.checkpoint("r", 0), keys.checkpoint_blob("r", 0, "masters")):
+    for key in (keys.checkpoint("r", 0), other.key(0)):
         run.store.put(key, other.store.get(key))
     with pytest.raises(IntegrityError, match=r"belong|does not end in the committed masters"):
         read_blob(run.store, run.ledger, 4, "masters")
@@ -249,7 +255,7 @@ def test_a_writer_never_builds_on_what_was_not_committed(caplog: pytest.LogCaptu
     run.checkpoint(10)  # 8 was to be its base
     assert run.bases(10) == set()
     run.restart()
-    run.store.put(keys.checkpoint_blob("r", 4, "masters"), b"damaged")
+    run.store.put(run.key(4), b"damaged")
     with caplog.at_level(logging.WARNING):
         run.checkpoint(6)
     assert run.bases(6) == set()

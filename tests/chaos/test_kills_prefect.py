@@ -1,0 +1,245 @@
+"""kill -9 of flow, worker and server, each alone and together, at random times over a run that Prefect drives.
+
+Nobody starts anything again by hand: the automation resumes crashed flow runs, and `sprawl up`, called every few
+seconds as `sprawl up --keep` does, brings back what died and finds what the events missed. The run must end with the
+bits of the undisturbed one. Four strikes here; `make test-chaos` makes fifty, and takes the time that needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from infra.leftovers import PATTERN, sweep
+from infra.recovery import automations, install
+from sprawl.board.verify import verify_board
+from tests.chaos.stack_scene import LIMIT_S, PARTS, Scene, overrides, scene
+
+STRIKES = int(os.environ.get("SPRAWL_CHAOS_STRIKES", "4"))
+FULL = STRIKES >= 50
+STEPS = max(12, STRIKES + 4)
+# In the environment of everything that runs here, under names that really carry secrets.
+SECRETS = {
+    "SPRAWL_TOKEN": "planted-4d1f-island-token",
+    "SPRAWL_MIRROR_TOKEN": "planted-9c20-mirror-token",
+    "AWS_SECRET_ACCESS_KEY": "planted-77aa-object-store",
+    "WANDB_API_KEY": "planted-e3b0-tracker",
+    "HF_TOKEN": "planted-51d6-hub",
+    "PREFECT_API_KEY": "planted-88e4-prefect",
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if FULL else 3 * LIMIT_S)]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, secret in SECRETS.items():
+            patch.setenv(name, secret)
+        with (
+            scene(tmp_path_factory.mktemp("stage")) as made,
+            temporary_settings({PREFECT_API_URL: made.up().api_url}),
+        ):
+            yield made
+
+
+@pytest.fixture(scope="module")
+def calm(stage: Scene) -> str:
+    """The undisturbed run, as the first thing a person does after `sprawl up`. Its run id."""
+    done = stage.prefect(
+        *("deployment", "run", "post-train/local", "--watch", "--param", "config=configs/tiny.yaml"),
+        *("--param", "run_id=calm", "--param", f"overrides={json.dumps(overrides(STEPS))}"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return "calm"
+
+
+def digests(stage: Scene, run_id: str) -> list[str]:
+    from sprawl.board.reader import VersionReader
+
+    reader = VersionReader(stage.ledger(run_id).store, run_id)
+    found = [reader.manifest(version) for version in range(STEPS + 1)]
+    return [manifest.root_digest for manifest in found if manifest is not None]
+
+
+def start(run_id: str, **parameters: Any) -> UUID:
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("post-train/local").id
+        wanted = {"run_id": run_id, "overrides": overrides(STEPS), **parameters}
+        return client.create_flow_run_from_deployment(deployment, parameters=wanted).id
+
+
+def states(run_id: str) -> list[tuple[str, str, int]]:
+    """Name, state and attempt of the flow runs of a run, oldest first."""
+    from flows.flow_runs import read_chain
+
+    with get_client(sync_client=True) as client:
+        return [(link.name, link.state, link.attempt) for link in read_chain(client, run_id)]
+
+
+def check(stage: Scene, run_id: str) -> None:
+    """No step lost, none applied twice, and the bits of the undisturbed run: weights, moments, rewards."""
+    assert digests(stage, run_id) == digests(stage, "calm")
+    quiet, hurt = stage.ledger("calm"), stage.ledger(run_id)
+    assert hurt.checkpoint(STEPS).blobs == quiet.checkpoint(STEPS).blobs  # type: ignore[union-attr]
+    assert [record.step for record in hurt.steps()] == list(range(1, STEPS + 1))
+    epochs = [record.epoch for record in hurt.steps()]
+    assert epochs == sorted(epochs)
+    assert [record.reward for record in hurt.steps()] == [record.reward for record in quiet.steps()]
+    assert [record.step for record in hurt.fires()] == list(range(4, STEPS + 1, 4))
+    assert [record.version for record in hurt.evaluations()] == [0, STEPS]
+    assert verify_board(hurt.store, run_id).problems == []
+    assert [event.message for event in hurt.events() if event.kind == "violation"] == []
+
+
+def strikes(count: int, chance: random.Random) -> list[tuple[str, ...]]:
+    """Which parts are hit: every combination as often as the others, in a random order."""
+    combinations = [parts for size in (1, 2, 3) for parts in itertools.combinations(PARTS, size)]
+    if count < len(combinations):
+        return [("flow",), ("worker",), ("server",), PARTS][:count]
+    rounds = [chance.sample(combinations, len(combinations)) for _ in range(count // len(combinations) + 1)]
+    return list(itertools.chain.from_iterable(rounds))[:count]
+
+
+def test_kills_at_random_times_change_nothing(stage: Scene, calm: str) -> None:
+    chance = random.Random(os.environ.get("SPRAWL_CHAOS_SEED", "1"))
+    began = time.monotonic()
+    start("hurt")
+    for number, parts in enumerate(strikes(STRIKES, chance), start=1):
+        # Spread over the run: one strike a step, somewhere in it.
+        stage.wait(lambda at=number: stage.head("hurt") >= at, f"step {number}")
+        stage.wait(lambda: bool(stage.flows()), "a flow run")
+        time.sleep(chance.uniform(0, 3))
+        stage.kill(parts)
+        if "flow" in parts and chance.random() < 0.3:  # and once more, while it starts
+            time.sleep(chance.uniform(0, 5))
+            stage.wait(lambda: bool(stage.flows()), "a flow run that follows")
+            time.sleep(chance.uniform(0, 5))
+            stage.kill(("flow",))
+        time.sleep(chance.uniform(0, 5))
+        stage.up()
+    stage.wait(lambda: stage.finished("hurt"), "the end of the run")
+    stage.wait(lambda: not stage.flows(), "the last flow run to end")
+    check(stage, "hurt")
+    chain = states("hurt")
+    assert chain[-1][1] == "Completed"
+    assert {state for _, state, _ in chain[:-1]} <= {"Crashed", "Cancelled", "Completed"}
+    kills = sum(stage.killed.values())
+    report = {
+        "strikes": STRIKES,
+        "kills": kills,
+        "of": stage.killed,
+        "steps": STEPS,
+        "flow_runs": len(chain),
+        "epochs": stage.ledger("hurt").acquire_epoch() - 1,
+        "found_without_events": sum("nobody had gone on" in line or "no process" in line for line in stage.log),
+        "seconds": round(time.monotonic() - began),
+    }
+    print(json.dumps(report))
+    Path(os.environ.get("SPRAWL_CHAOS_REPORT", stage.place / "chaos.json")).write_text(
+        json.dumps({**report, "log": stage.log}, indent=2)
+    )
+    assert kills >= STRIKES
+
+
+def test_silence_is_taken_for_a_crash_and_a_crash_starts_the_run_again(stage: Scene) -> None:
+    """Both automations on the real server, with a flow run that nobody executes and ten seconds of patience."""
+    from prefect.events import emit_event
+    from prefect.events.worker import EventsWorker
+    from prefect.states import Running
+
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("post-train/local")
+        install(client, automations([deployment.id], [deployment.flow_id], silence_s=10))
+        try:
+            # On no queue of the worker's, and not of the pool that is looked after.
+            run = client.create_flow_run_from_deployment(
+                deployment.id, parameters={"run_id": "silent", "attempt": 2, "board": "b"}, state=Running()
+            )
+            beat = emit_event(
+                "prefect.flow-run.heartbeat",
+                resource={"prefect.resource.id": f"prefect.flow-run.{run.id}"},
+                related=[
+                    {"prefect.resource.id": f"prefect.flow.{run.flow_id}", "prefect.resource.role": "flow"},
+                    {
+                        "prefect.resource.id": f"prefect.deployment.{deployment.id}",
+                        "prefect.resource.role": "deployment",
+                    },
+                ],
+            )
+            assert beat is not None
+            EventsWorker.drain_all(timeout=10)
+            stage.wait(lambda: client.read_flow_run(run.id).state_name == "Crashed", "silence", tending=False)
+            assert "No heartbeat for 10 seconds" in (client.read_flow_run(run.id).state.message or "")  # type: ignore
+
+            def following() -> list[Any]:
+                found = client.read_flow_runs(limit=200)
+                return [item for item in found if item.parameters.get("attempt") == 3]
+
+            stage.wait(lambda: bool(following()), "the next flow run", tending=False)
+            (next_one,) = following()
+            assert next_one.parameters["run_id"] == "silent"
+            assert next_one.parameters["board"] == "b"
+            assert next_one.deployment_id == deployment.id
+            client.delete_flow_run(next_one.id)
+            client.delete_flow_run(run.id)
+        finally:
+            install(client, automations([deployment.id], [deployment.flow_id]))
+
+
+@pytest.mark.skipif(not FULL, reason="two minutes of silence: part of `make test-chaos`")
+def test_a_flow_run_that_was_stopped_is_replaced_and_then_writes_nothing(stage: Scene, calm: str) -> None:
+    """SIGSTOP of the flow: the heartbeats end, a successor takes over; SIGCONT: the old one is fenced off."""
+    flow_run = start("stopped")
+    stage.wait(lambda: stage.head("stopped") >= 3, "three steps")
+    zombie = stage.flows()[str(flow_run)].process()
+    assert zombie is not None
+    zombie.send_signal(signal.SIGSTOP)
+    try:
+        stage.wait(lambda: stage.finished("stopped"), "the successor")
+    finally:
+        zombie.send_signal(signal.SIGCONT)
+    stage.wait(lambda: not stage.flows(), "the old flow run to end")
+    check(stage, "stopped")
+    assert [(state, attempt) for _, state, attempt in states("stopped")] == [("Crashed", 0), ("Completed", 1)]
+
+
+def test_no_secret_is_left_anywhere(stage: Scene, calm: str) -> None:
+    """Parameters, artifacts, logs, board, pages and the server's database of the runs above."""
+    database = stage.stack.home / "prefect" / "prefect.db"
+    with sqlite3.connect(database) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")}
+    assert {"artifact", "flow_run", "log", "events"} <= tables
+    assert (stage.place / "reports" / calm / "index.html").is_file()
+    assert (stage.stack.logs / "worker.log").read_text()
+    pattern = re.compile("|".join(re.escape(secret) for secret in SECRETS.values()).encode())
+    searched = 0
+    for path in stage.place.rglob("*"):
+        if path.is_file() and ROOT_LINKS.isdisjoint(path.relative_to(stage.place).parts[:1]):
+            searched += 1
+            assert not pattern.search(path.read_bytes()), path
+    assert searched > 50
+    # What the killed workers had left of their flow runs' environments.
+    stage.wait(lambda: not stage.flows(), "the last flow run to end")
+    sweep(stage.stack.home / "prefect", (), older_than_s=0.0)
+    for path in Path(tempfile.gettempdir()).glob(f"{PATTERN}/*"):
+        assert not pattern.search(path.read_bytes()), path
+
+
+ROOT_LINKS = {"configs", "models"}
