@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sprawl.board.fleet_log import FleetLog
-from sprawl.board.ledger import Ledger, is_live
+from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store
 from sprawl.errors import SprawlError
 from sprawl.fleet.port import IslandFleet
@@ -44,7 +44,7 @@ def reap(
 
     Raises SprawlError when machines are still there after `limit_s`, or cannot be asked about.
     """
-    FleetLog(store, run_id).close(reason, now())
+    closed = FleetLog(store, run_id).close(reason, now())
     began = now()
     quiet_since: float | None = None
     seen: dict[str, None] = {}
@@ -70,6 +70,6 @@ def reap(
         sleep(POLL_S)
     ledger = Ledger(store, run_id)
     for island in ledger.islands():
-        if island.island_id in seen and not is_live(island, now()):
+        if island.island_id in seen or island.island_id in closed.islands:
             ledger.remove_island(island.island_id)
     return Reaped(tuple(cancelled), tuple(seen), now() - began)
