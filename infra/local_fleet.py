@@ -70,7 +70,7 @@ class LocalFleet:
     def machines(self) -> list[Machine]:
         """Processes of islands that run."""
         return [
-            Machine(name, "running", identity.started, f"pid {process.pid}")
+            Machine(name, "running", identity.started, where=f"pid {process.pid}")
             for name, process in self._running.items()
             if name != ANCHOR and process.poll() is None and (identity := ProcessId.of(process.pid)) is not None
         ]

@@ -80,7 +80,7 @@ class SkyFleet:
             if island_id in found:
                 surplus.append(job)
                 continue
-            found[island_id] = Machine(island_id, _PHASES.get(job.status, "starting"), job.since, job.where)
+            found[island_id] = Machine(island_id, _PHASES.get(job.status, "starting"), job.since, job.hourly, job.where)
         self._cancel(surplus)
         return list(found.values())
 

@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from infra.skypilot.prices import hourly_price, instance_type
 from sprawl.errors import SprawlError
 
-_FIELDS = ["job_id", "job_name", "status", "submitted_at", "last_recovered_at", "cloud", "region"]
+_FIELDS = [
+    *("job_id", "job_name", "status", "submitted_at", "last_recovered_at"),
+    *("cloud", "region", "accelerators", "cluster_resources_full"),
+]
 ENDED = frozenset(
     {
         "SUCCEEDED",
@@ -27,13 +31,14 @@ ENDED = frozenset(
 @dataclass(frozen=True)
 class Job:
     """A managed job. `status` is SkyPilot's name of it; `since`: Unix seconds at which it was submitted, or came to run
-    (again); `where`: cloud and region once there is a machine."""
+    (again); `where`: cloud and region once there is a machine, whose price is `hourly`."""
 
     job_id: int
     name: str
     status: str
     since: float | None
     where: str = ""
+    hourly: float | None = None  # dollars, where the catalog knows
 
     @property
     def ended(self) -> bool:
@@ -84,13 +89,29 @@ class SkyJobs:
             status = getattr(record.status, "value", str(record.status))
             since = record.last_recovered_at if status == "RUNNING" and (record.last_recovered_at or 0) > 0 else None
             where = "/".join(part for part in (record.cloud, record.region) if part)
-            found[record.job_id] = Job(record.job_id, record.job_name, status, since or record.submitted_at, where)
+            found[record.job_id] = Job(
+                record.job_id,
+                record.job_name,
+                status,
+                since or record.submitted_at,
+                where,
+                None if status in ENDED else _price(record, where),
+            )
         return [found[job_id] for job_id in sorted(found)]
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         sky, jobs = _sky()
         with _refusals(f"jobs {', '.join(map(str, job_ids))} cannot be cancelled"):
             sky.get(jobs.cancel(job_ids=list(job_ids)))
+
+
+def _price(record: Any, where: str) -> float | None:
+    full = record.cluster_resources_full
+    instance = instance_type(full)
+    if instance is None or not where:
+        return None
+    gpus = next(iter((record.accelerators or {}).items()), None)
+    return hourly_price(where, instance, gpus, "[spot]" in (full or "").lower())
 
 
 def _sky() -> tuple[Any, Any]:

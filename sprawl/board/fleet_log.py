@@ -28,7 +28,7 @@ class Order(BaseModel):
 
     do: Literal["run", "drain"]
     since: float = Field(description="Unix seconds of the decision.")
-    seen: bool = Field(False, description="It has had a live heartbeat under this order.")
+    seen: bool = Field(False, description="It has been ready under this order.")
 
 
 class FleetRecord(Record):
@@ -42,7 +42,8 @@ class FleetRecord(Record):
     islands: dict[str, Order] = Field(default_factory=dict)
     named: int = Field(0, description="Names given so far; none is given twice.")
     changed_at: float = Field(0.0, description="When the number of islands was last changed on purpose.")
-    failures: int = Field(0, description="Islands in a row that ended without ever having been alive.")
+    joined_at: float = Field(0.0, description="When an island last became ready for the first time.")
+    failures: int = Field(0, description="Islands in a row that ended without ever having been ready.")
     failed_at: float = 0.0
     parked_at: float | None = Field(None, description="Since when there are no islands because the run stands still.")
     reason: str = ""

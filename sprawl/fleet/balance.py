@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
 from sprawl.board.records import StepRecord
 from sprawl.fleet.settings import FleetSettings
-
-NOT_WAITING = 0.02  # share of a step below which the trainer does not wait for rollouts, it looks for them
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Balance:
     idle_share: of a step in which the trainer waited for rollouts.
     load: of the time between two batches that islands need for one; above 1 they do not keep up.
     queue_age_s: how long a batch lies before it is trained on.
-    staleness: versions between sampling and training. islands: that sampled.
+    staleness: versions between sampling and training. islands: that sampled, by their shares.
     """
 
     steps: int
@@ -39,26 +37,30 @@ def measure(records: Sequence[StepRecord], ahead: int) -> Balance | None:
 
     Islands have the trainer's own time of `ahead` steps to sample a batch (at least of one: without overlap the trainer
     waits for all of it). What they need beyond that it waits for; what they need less, the batch lies and they idle.
+    Batches vary: a fleet whose load is below 1 still lets the trainer wait now and then, and more islands than the load
+    asks for would not mend it. So the load says how many there should be, and idle time only that more are worth it.
     """
     rows = [_row(record, ahead) for record in records if record.seconds.get("total", 0.0) > 0.0]
     if not rows:
         return None
     total = sum(row[0] for row in rows)
     waited, allowed, needed = (sum(row[i] for row in rows) for i in (1, 2, 3))
-    idle = waited / total
-    # While it waits, the trainer's pace is the islands' own: what they need a batch is then known from the pace.
-    load = needed / allowed if allowed > 0 else math.inf
-    if idle > NOT_WAITING and ahead > 0:
-        load = max(min(load, 4.0), 1.0 / max(0.05, 1.0 - idle))
     return Balance(
         steps=len(rows),
         step_s=total / len(rows),
-        idle_share=idle,
-        load=load,
+        idle_share=waited / total,
+        load=needed / allowed if allowed > 0 else math.inf,
         queue_age_s=sum(max(0.0, row[2] - row[3]) for row in rows) / len(rows),
         staleness=sum(record.staleness for record in records) / len(records),
-        islands=sum(max(1, len(record.islands)) for record in records) / len(records),
+        islands=sum(effective_islands(record.islands) for record in records) / len(records),
     )
+
+
+def effective_islands(groups: Mapping[str, int]) -> float:
+    """How many islands sampled a batch, one that joined late counted for the little that it did: (sum g)^2 / sum g^2
+    of the groups that each sampled. Counting heads would take a batch that few sampled for one of many."""
+    squares = sum(count * count for count in groups.values())
+    return sum(groups.values()) ** 2 / squares if squares else 1.0
 
 
 def _row(record: StepRecord, ahead: int) -> tuple[float, float, float, float]:
@@ -72,8 +74,8 @@ def wanted_islands(balance: Balance | None, current: int, settings: FleetSetting
     """How many islands there should be and why, of `current` ones now. Pure; bounds are the caller's.
 
     Between `load_low` and `idle_high` nothing changes: what one more island would mend is noise there. It grows by half
-    at most, because what was measured with few islands says little about many, and shrinks by one, because an island
-    too many costs less than one too few.
+    at most, because what was measured with few islands says little about many, and gives up half of what is too much at
+    a time, because an island too many costs less than one too few.
     """
     if balance is None or balance.steps < settings.evidence:
         return current, "not enough steps measured"
@@ -84,7 +86,8 @@ def wanted_islands(balance: Balance | None, current: int, settings: FleetSetting
     # Only what would still be enough with one island less: else the next look would add it again.
     load_after = balance.load * balance.islands / max(1.0, balance.islands - 1)
     if balance.load < settings.load_low and need < current and load_after < settings.load_aim:
-        return current - 1, f"islands are busy {balance.load:.0%} of a step; batches lie {balance.queue_age_s:.0f} s"
+        reason = f"islands are busy {balance.load:.0%} of a step; batches lie {balance.queue_age_s:.0f} s"
+        return current - max(1, (current - need) // 2), reason
     return current, "balanced"
 
 

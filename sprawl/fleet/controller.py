@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sprawl.board.fleet_log import FleetLog, FleetRecord
-from sprawl.board.ledger import Ledger
+from sprawl.board.ledger import Ledger, is_live
 from sprawl.board.records import EventRecord
 from sprawl.board.store import Store
 from sprawl.errors import SprawlError
@@ -20,6 +20,8 @@ from sprawl.fleet.port import IslandFleet, Machine
 from sprawl.fleet.settings import FleetSettings
 
 log = logging.getLogger(__name__)
+
+STEPS_WITHOUT = 10  # steps' time without a step: a run whose steps take hours is not given up after one
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,6 @@ class Controller:
         self.fleet = fleet
         self.settings = settings
         self._now = now
-        self._steps = 0
-        self._ahead = 1
 
     def look(self) -> Look:
         """Look once and do what is to be done. Raises SprawlError when board or platform cannot be asked; a single
@@ -77,7 +77,7 @@ class Controller:
             not (life.finished and not actions.decision.islands),
             actions.decision.target,
             machines,
-            sum(island.state == "ready" for island in islands),
+            sum(island.state == "ready" and is_live(island, view.now) for island in islands),
             reason,
             balance,
             tuple(actions.start),
@@ -90,9 +90,10 @@ class Controller:
         return done
 
     def _balance(self, life: Life, decided: FleetRecord) -> Balance | None:
-        """Over the newest steps that began after the last change had its effect, so that none is answered twice."""
+        """Over the newest steps that began after the last change was made and had its effect, so that none is answered
+        twice, and no batch counts that some of the islands came to half-way."""
         steps = recent_steps(self.ledger, self.settings.window)
-        since = decided.changed_at
+        since = max(decided.changed_at, decided.joined_at)
         return measure([s for s in steps if s.finished_at - s.seconds.get("total", 0.0) >= since], life.ahead)
 
     def _target(self, life: Life, view: View, balance: Balance | None) -> tuple[int, str, bool]:
@@ -101,16 +102,19 @@ class Controller:
             return 0, "the run has ended", False
         if decided.parked_at is not None and life.last_at <= decided.parked_at:
             return 0, "the run stands still", True
-        ready = [island for island in view.islands if island.state == "ready"]
-        waiting_since = max(life.last_at, decided.changed_at if decided.target else 0.0)
-        if view.now - waiting_since > settings.stall_s and any(
-            island.started_at < view.now - settings.stall_s for island in ready
-        ):
+        if self._stands_still(life, view, balance):
             return 0, f"no step for {view.now - life.last_at:.0f} s although islands are ready", True
         if not decided.islands and (decided.target == 0 or decided.parked_at is not None):
             return settings.start_islands, "the run begins", False
         wanted, reason = wanted_islands(balance, decided.target, settings)
         return max(settings.min_islands, min(wanted, settings.max_islands)), reason, False
+
+    def _stands_still(self, life: Life, view: View, balance: Balance | None) -> bool:
+        """Nothing has come of the run for long although an island has been ready all the while: its trainer is gone. A
+        trainer that has no island may well be waiting for one."""
+        patience = max(self.settings.stall_s, STEPS_WITHOUT * balance.step_s if balance else 0.0)
+        ready = (island for island in view.islands if island.state == "ready" and is_live(island, view.now))
+        return view.now - life.last_at > patience and any(island.started_at < view.now - patience for island in ready)
 
     def _act(self, actions: Actions) -> None:
         for island_id in actions.cancel:

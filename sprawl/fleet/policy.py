@@ -59,6 +59,7 @@ def decide(view: View, target: int, reason: str, settings: FleetSettings, *, par
             "islands": dict(plan.orders),
             "named": plan.named,
             "changed_at": plan.changed_at,
+            "joined_at": plan.joined_at,
             "failures": plan.failures,
             "failed_at": plan.failed_at,
             "parked_at": parked_at,
@@ -93,7 +94,7 @@ class _Plan:
         self.lost = 0  # islands to replace, which are not part of growing
         self.leaving = 0  # not gone yet: they cost money
         before = view.decided
-        self.named, self.changed_at = before.named, before.changed_at
+        self.named, self.changed_at, self.joined_at = before.named, before.changed_at, before.joined_at
         self.failures, self.failed_at = before.failures, before.failed_at
         self.actions = Actions(before)
 
@@ -113,16 +114,25 @@ class _Plan:
         if machine.phase == "ending":
             self._lost(island_id, order, "its machine ends")
             return
-        why = self._silent(island_id, order, machine)
+        dear = self._too_dear(machine)
+        why = dear or self._silent(island_id, order, machine)
         if why is not None:
             self.actions.cancel.append(island_id)
             self.leaving += 1
-            self._lost(island_id, order, why)
+            # One that is too dear would come again at once: the pause has to grow, however well it ran.
+            self._lost(island_id, order.model_copy(update={"seen": order.seen and dear is None}), why)
             return
-        if island_id in self.alive and not order.seen:
+        if not order.seen and island_id in self.alive and self.alive[island_id].state == "ready":
             order = order.model_copy(update={"seen": True})
-            self.failures = 0
+            self.failures, self.joined_at = 0, now
         self.orders[island_id] = order
+
+    def _too_dear(self, machine: Machine) -> str | None:
+        """A platform's own limit on price may not hold everywhere."""
+        limit = self.settings.island_hourly_cost
+        if limit is None or machine.hourly is None or machine.hourly <= limit * 1.001:
+            return None
+        return f"it costs ${machine.hourly:.2f} an hour, island_hourly_cost is ${limit:.2f} ({machine.where})"
 
     def _leave(self, island_id: str, order: Order, machine: Machine | None, age: float) -> None:
         """See a draining island off. What is asked for is asked for again: the one who decided may have died before."""

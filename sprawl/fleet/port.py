@@ -20,6 +20,7 @@ class Machine:
     island_id: str
     phase: Phase
     since: float | None = None
+    hourly: float | None = None  # dollars, where the adapter knows
     where: str = ""  # cloud, region, process: for people
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import sys
@@ -32,21 +33,8 @@ def test_nodes_become_torchrun() -> None:
     assert (nodes.head, nodes.ip) == ("10.0.0.1", "10.0.0.2")
     argv = torchrun_argv(nodes, 4, ["sprawl.cli", "run"])
     assert argv[1:] == [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--node-rank",
-        "1",
-        "--nproc-per-node",
-        "4",
-        "--master-addr",
-        "10.0.0.1",
-        "--master-port",
-        "8476",
-        "-m",
-        "sprawl.cli",
-        "run",
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
+        *("--master-addr", "10.0.0.1", "--master-port", "8476", "-m", "sprawl.cli", "run"),
     ]
     assert probe_environment(nodes)["WORLD_SIZE"] == "2"
     assert read_nodes({}).ips == ("127.0.0.1",)
@@ -234,7 +222,7 @@ def test_the_island_is_called_with_the_address_of_others(tmp_path: Path) -> None
         "SPRAWL_ENGINE_ARGS": "--max-num-seqs 8",
     }
     argv = island_command(environment, tmp_path, [])
-    options = dict(zip(argv[4:], argv[5:], strict=False))
+    options = dict(itertools.pairwise(argv))
     assert options["--advertise-url"] == "http://10.0.0.5:8300"
     assert (options["--island-id"], options["--exit-when-idle"], options["--engine"]) == ("island-3", "600", "vllm")
     assert "--obey-fleet" in argv
