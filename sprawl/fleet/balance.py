@@ -73,14 +73,15 @@ def _row(record: StepRecord, ahead: int) -> tuple[float, float, float, float]:
 def wanted_islands(balance: Balance | None, current: int, settings: FleetSettings) -> tuple[int, str]:
     """How many islands there should be and why, of `current` ones now. Pure; bounds are the caller's.
 
-    Between `load_low` and `idle_high` nothing changes: what one more island would mend is noise there. It grows by half
+    It grows when the trainer waits *and* the load is above `load_high`, shrinks when the load is below `load_low`, and
+    aims between the two: what one island more or less would mend is noise there. It grows by half
     at most, because what was measured with few islands says little about many, and gives up half of what is too much at
     a time, because an island too many costs less than one too few.
     """
     if balance is None or balance.steps < settings.evidence:
         return current, "not enough steps measured"
     need = math.ceil(balance.islands * balance.load / settings.load_aim - 1e-9)
-    if balance.idle_share > settings.idle_high and need > current:
+    if balance.idle_share > settings.idle_high and balance.load > settings.load_high and need > current:
         grown = min(need, current + max(1, current // 2))
         return grown, f"the trainer waits {balance.idle_share:.0%} of a step for rollouts"
     # Only what would still be enough with one island less: else the next look would add it again.

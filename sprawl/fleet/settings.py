@@ -30,11 +30,14 @@ class FleetSettings(Section):
         None, description="Dollars an hour for all islands together; needs island_hourly_cost."
     )
 
-    window: Annotated[int, Field(ge=1, le=100)] = Field(8, description="Steps the balance is measured over.")
+    window: Annotated[int, Field(ge=1, le=100)] = Field(16, description="Steps the balance is measured over.")
     evidence: Annotated[int, Field(ge=1)] = Field(
         3, description="Steps since the last change before the next one; must fit the window."
     )
-    idle_high: Share = Field(0.10, description="Share of a step the trainer waited for rollouts, from which it grows.")
+    idle_high: Share = Field(0.10, description="Share of a step the trainer waits for rollouts, above which it grows.")
+    load_high: Annotated[float, Field(gt=0)] = Field(
+        0.95, description="Share of a step that islands are busy, above which it grows."
+    )
     load_low: Share = Field(0.60, description="Share of a step that islands are busy, below which it shrinks.")
     load_aim: Annotated[float, Field(gt=0, le=1)] = Field(0.85, description="Share of a step islands should be busy.")
     grow_cooldown_s: Seconds = Field(120.0, description="Between two additions.")
@@ -60,8 +63,10 @@ class FleetSettings(Section):
             raise ValueError("max_hourly_cost needs island_hourly_cost: it decides how many there can be")
         if self.evidence > self.window:
             raise ValueError(f"evidence={self.evidence} is above window={self.window}")
-        if self.load_low >= self.load_aim:
-            raise ValueError(f"load_low={self.load_low} has to be below load_aim={self.load_aim}")
+        if not self.load_low < self.load_aim <= self.load_high:
+            raise ValueError(
+                f"load_low={self.load_low}, load_aim={self.load_aim} and load_high={self.load_high} have to ascend"
+            )
         return self
 
     @property

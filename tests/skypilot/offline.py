@@ -25,6 +25,7 @@ SKY = Path(__file__).parents[2] / "sky"
 def main() -> None:
     from sky.skylet import constants
 
+    from infra.skypilot.prices import hourly_price
     from tests.skypilot.catalogs import write_catalogs
 
     root = Path(os.environ["SKY_RUNTIME_DIR"]) / ".sky" / "catalogs" / constants.CATALOG_SCHEMA_VERSION
@@ -37,6 +38,8 @@ def main() -> None:
             "group": _group(),
             "placed": {name: _place(_load(name)) for name in TASKS},
             "dry": _place(_changed("rollout-worker", lambda r: _without(r, "gcp", "runpod"))),
+            "price": hourly_price("aws/us-east-1", "g5.xlarge", ("A10G", 1), True),
+            "price_unknown": hourly_price("aws/us-east-1", "no-such-type", None, True),
             "capped": _place(_changed("rollout-worker", lambda r: {**r, "max_hourly_cost": 0.28})),
             "too_dear": _place(_changed("rollout-worker", lambda r: {**r, "max_hourly_cost": 0.01})),
             "trainer_on_runpod": _place(_changed("trainer", lambda r: _only(r, "runpod"))),
