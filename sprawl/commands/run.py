@@ -22,6 +22,7 @@ def _options(function):
             "--board", envvar="SPRAWL_BOARD", help="Board URL or directory [default: the config's, else runs]."
         ),
         click.option("--runner", type=RUNNERS, default="auto", show_default=True, help=RUNNER_HELP),
+        click.option("--fleet", default="local", show_default=True, help=FLEET_HELP),
         click.option("--up", is_flag=True, help="Start the local Prefect stack first if it is not running."),
         click.option("--no-page", is_flag=True, help="Draw no HTML report at the end (with --runner plain)."),
         click.option("--metrics", envvar="SPRAWL_METRICS", metavar="HOST:PORT", help=METRICS_HELP),
@@ -31,6 +32,10 @@ def _options(function):
 
 
 METRICS_HELP = "Answer Prometheus here while the run trains: /metrics, and /targets to find its islands."
+FLEET_HELP = (
+    "Who starts islands and anchor. local: this process; none: somebody else (sky/*.yaml, `sprawl fleet run`), and the "
+    "run waits for them; sky: SkyPilot jobs."
+)
 RUNNER_HELP = "prefect: watched in the Prefect UI; plain: this process alone; auto: prefect if a stack is up."
 
 
@@ -47,6 +52,7 @@ def run(
     run_id: str | None,
     board: str | None,
     runner: str,
+    fleet: str,
     up: bool,
     no_page: bool,
     metrics: str | None,
@@ -76,6 +82,7 @@ def run(
         resume=resume,
         page=not no_page,
         metrics=metrics,
+        fleet=fleet,
     )
     sys.exit(_drive(options, runner, up))
 
@@ -83,7 +90,9 @@ def run(
 @click.command()
 @click.argument("run_id", default="latest")
 @_options
-def resume(run_id: str, board: str | None, runner: str, up: bool, no_page: bool, metrics: str | None) -> None:
+def resume(
+    run_id: str, board: str | None, runner: str, fleet: str, up: bool, no_page: bool, metrics: str | None
+) -> None:
     """Continue a run where it was stopped or killed: RUN_ID, or the newest one.
 
     Committed steps are never trained again: the newest checkpoint is loaded and the steps after it are replayed from
@@ -98,7 +107,13 @@ def resume(run_id: str, board: str | None, runner: str, up: bool, no_page: bool,
 
     place = absolute_board(board or "runs")
     options = RunOptions(
-        config=None, config_source="CONFIG", board=place, resume=run_id, page=not no_page, metrics=metrics
+        config=None,
+        config_source="CONFIG",
+        board=place,
+        resume=run_id,
+        page=not no_page,
+        metrics=metrics,
+        fleet=fleet,
     )
     sys.exit(_drive(options, runner, up))
 
