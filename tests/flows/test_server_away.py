@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import SimpleNamespace
 
@@ -65,11 +66,8 @@ def test_a_run_whose_server_goes_away_is_not_held_up_and_finishes(
         token = ATTACHED.set(attached)
         try:
             # Its last state cannot reach the server; flows/terminal.py says so and goes on.
-            try:
+            with contextlib.suppress(Exception):
                 post_train()
-            except Exception as error:
-                assert attached.finished is not None, f"{mode}: the run did not finish"
-                assert error
         finally:
             ATTACHED.reset(token)
     assert attached.finished is not None
