@@ -88,8 +88,7 @@ def promote(
         create_flow_run_input(PINNED, pinned)
     form = Decision.with_initial_data(
         description=f"Version {manifest.version} of run {ledger.run_id}, root {manifest.root_digest[:16]}. "
-        "The artifact of this flow run shows what is known about it.",
-        approve=False,
+        "The artifact of this flow run shows what is known about it."
     )
     decision = suspend_flow_run(wait_for_input=form, key=ASKED)
     record = PromotionRecord(

@@ -214,7 +214,9 @@ def _put(client: SyncPrefectClient, known: Automation | None, wanted: Automation
 def _declared(automation: AutomationCore) -> dict[str, Any]:
     """What is ours to say about an automation; sets become lists in an order of their own, so they are sorted."""
     plain: dict[str, Any] = automation.model_dump(mode="json", include={"name", "description", "trigger", "actions"})
-    trigger = {key: sorted(value) if isinstance(value, list) else value for key, value in plain["trigger"].items()}
+    trigger: dict[str, Any] = {
+        key: sorted(value) if isinstance(value, list) else value for key, value in plain["trigger"].items()
+    }
     trigger["match"] = {key: [value] if isinstance(value, str) else value for key, value in trigger["match"].items()}
     trigger.pop("id", None)
     return plain | {"trigger": trigger}

@@ -98,9 +98,8 @@ def _reward_collapsed(data: RunData) -> list[Finding]:
     if best < COLLAPSE_BEST or now >= COLLAPSE_SHARE * best:
         return []
     at = data.steps[means.index(best) + COLLAPSE_STEPS - 1].step
-    seen = f"{number(now)} over the last {COLLAPSE_STEPS} steps, {number(best)} at its best (step {at})"
-    message = f"the reward collapsed: {seen}"
-    return [Finding("reward_collapse", data.last_step, message)]
+    levels = f"{number(now)} over the last {COLLAPSE_STEPS} steps, {number(best)} at its best (step {at})"
+    return [Finding("reward_collapse", data.last_step, f"the reward collapsed: {levels}")]
 
 
 def _mismatch_drifts(data: RunData) -> list[Finding]:

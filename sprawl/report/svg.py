@@ -17,8 +17,8 @@ from sprawl.report.style import GRID, INK, MUTED, spread
 from sprawl.report.text import number
 
 MAX_POINTS = 200
-WIDTH, HEIGHT = 430, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 92, 34, 26
+WIDTH, HEIGHT = 430, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 104, 36, 28
 _FONT = "font-family='Helvetica,Arial,sans-serif'"
 
 
@@ -79,7 +79,7 @@ def chart(
     kept = [entry for entry in kept if entry.points]
     body = [
         f"<rect width='{WIDTH}' height='{HEIGHT}' fill='white'/>",
-        f"<text x='8' y='18' {_FONT} font-size='12.5' font-weight='bold' fill='{INK}'>{escape(title)}</text>",
+        f"<text x='8' y='18' {_FONT} font-size='14.5' font-weight='bold' fill='{INK}'>{escape(title)}</text>",
     ]
     if kept:
         body += _plot(kept, log, floor, ceiling, text)
@@ -118,11 +118,11 @@ def _plot(
     for value in log_ticks(low, high) if log else ticks(low, high):
         y = at_y(value)
         parts.append(f"<path d='M{_LEFT} {y:.1f}H{right}' stroke='{GRID}'/>")
-        parts.append(_label(_LEFT - 6, y + 3.5, text(value), MUTED, "end", 10))
+        parts.append(_label(_LEFT - 6, y + 4, text(value), MUTED, "end", 11.5))
     steps = {first, last, *(int(x) for x in ticks(first, last) if x == int(x))}
-    near = 26 / max(1, right - _LEFT) * (last - first)  # a tick this close to an end would run into its number
+    near = 30 / max(1, right - _LEFT) * (last - first)  # a tick this close to an end would run into its number
     for x in sorted(x for x in steps if x in (first, last) or first + near < x < last - near):
-        parts.append(_label(at_x(x), bottom + 15, str(x), MUTED, "middle", 10))
+        parts.append(_label(at_x(x), bottom + 15, str(x), MUTED, "middle", 11.5))
     parts.append(f"<path d='M{_LEFT} {bottom}H{right}' stroke='{MUTED}'/>")
     for entry in series:
         parts.append(_draw(entry, at_x, at_y))
@@ -157,7 +157,7 @@ def _names(series: Sequence[Series], heights: Sequence[float], bottom: float) ->
     """Labels at the right, in the order of their heights, moved apart where they would overlap."""
     extent = bottom - _TOP
     order = sorted(range(len(series)), key=lambda index: -heights[index])
-    centres = spread([(bottom - heights[index]) / extent for index in order], [14 / extent] * len(order))
+    centres = spread([(bottom - heights[index]) / extent for index in order], [15 / extent] * len(order))
     return [
         _label(
             WIDTH - _RIGHT + 6, bottom - centre * extent + 3.5, series[index].label, series[index].colour, "start", 11
@@ -166,7 +166,7 @@ def _names(series: Sequence[Series], heights: Sequence[float], bottom: float) ->
     ]
 
 
-def _label(x: float, y: float, words: str, colour: str, anchor: str, size: int) -> str:
+def _label(x: float, y: float, words: str, colour: str, anchor: str, size: float) -> str:
     return (
         f"<text x='{x:.1f}' y='{y:.1f}' {_FONT} font-size='{size}' fill='{colour}' text-anchor='{anchor}'>"
         f"{escape(words)}</text>"

@@ -1,4 +1,4 @@
-"""A writer whose successor took over: nothing that it writes reaches the board, and what was on its way replaces nothing."""
+"""A writer whose successor took over: nothing it writes reaches the board, and what was on its way replaces nothing."""
 
 from __future__ import annotations
 

@@ -58,8 +58,13 @@ class Scene:
     def up(self) -> StackInfo:
         """What `sprawl up --keep` does every few seconds."""
         info = self.stack.up(self._port(), wait_s=LIMIT_S)
-        self.log += [f"{time.strftime('%X')} {note}" for note in info.notes]
+        for note in (*info.notes, *(["the server had died: started again"] if info.started and self.log else [])):
+            self.say(note)
         return info
+
+    def say(self, what: str) -> None:
+        self.log.append(f"{time.strftime('%X')} {what}")
+        print(self.log[-1], flush=True)
 
     def _port(self) -> int | None:
         state = self._state()
@@ -96,7 +101,7 @@ class Scene:
             self.killed[part] += 1
         psutil.wait_procs([process for _, process in victims], timeout=20)
         names = ", ".join(f"{part} {process.pid}" for part, process in victims)
-        self.log.append(f"{time.strftime('%X')} killed {names or 'nobody'}")
+        self.say(f"killed {names or 'nobody'}")
         return len(victims)
 
     def head(self, run_id: str) -> int:

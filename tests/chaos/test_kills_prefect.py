@@ -125,6 +125,7 @@ def test_kills_at_random_times_change_nothing(stage: Scene, calm: str) -> None:
         stage.wait(lambda at=number: stage.head("hurt") >= at, f"step {number}")
         stage.wait(lambda: bool(stage.flows()), "a flow run")
         time.sleep(chance.uniform(0, 3))
+        stage.say(f"strike {number} of {STRIKES} after step {stage.head('hurt')}")
         stage.kill(parts)
         if "flow" in parts and chance.random() < 0.3:  # and once more, while it starts
             time.sleep(chance.uniform(0, 5))

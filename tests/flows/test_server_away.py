@@ -59,7 +59,7 @@ def test_a_run_whose_server_goes_away_is_not_held_up_and_finishes(
     monkeypatch.setattr(report, "SECONDS_BETWEEN", 0.0)  # a report each time the one before is done
     monkeypatch.setattr(report, "SHARE", 1e9)
     session = Training(parse_config({"name": "tiny", "steps": STEPS, "policy": {"base": "x"}}, "test"))
-    impatient = {PREFECT_API_REQUEST_TIMEOUT: 2, PREFECT_CLIENT_MAX_RETRIES: 0}
+    impatient = {PREFECT_API_REQUEST_TIMEOUT: 2, PREFECT_CLIENT_MAX_RETRIES: 2}
     with way_to(PREFECT_API_URL.value()) as (way, url), temporary_settings({PREFECT_API_URL: url, **impatient}):
         session.begin(way, mode)
         attached = Attached(session, progress)  # type: ignore[arg-type]

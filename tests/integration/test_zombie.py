@@ -34,7 +34,10 @@ def test_a_zombie_writes_nothing_after_its_successor_took_over(tmp_path: Path) -
     rollouts are byte for byte what the successor left."""
     board = tmp_path / "board"
     log = (tmp_path / "zombie.log").open("w+")
-    zombie = subprocess.Popen(command(board, "run", resume=False), cwd=ROOT, stdout=log, stderr=log)
+    # In a session of its own: a stopped member would get this whole group hung up, were its shell to end meanwhile.
+    zombie = subprocess.Popen(
+        command(board, "run", resume=False), cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+    )
     try:
         deadline = time.monotonic() + 240
         while not (board / "run" / "manifests" / "00000003.json").exists():
