@@ -109,7 +109,7 @@ def deploy(
             DeploymentEventTrigger(
                 name=f"fleet-{run_id}",
                 expect=set(EVENTS),
-                match={"prefect.resource.id": f"sprawl.run.{run_id}"},  # type: ignore[arg-type]
+                match={"prefect.resource.id": f"sprawl.run.{run_id}"},
                 within=timedelta(seconds=10),
             )
         ],
@@ -158,7 +158,7 @@ def main(
     place = absolute_board(board)
     settings = load_settings(file, overrides)
     FleetLog(open_store(place), run_id).open("flow fleet")
-    serve(deploy(run_id, place, machines, settings, job_group, timedelta(seconds=every)), limit=1)  # type: ignore[arg-type]
+    serve(deploy(run_id, place, machines, settings, job_group, timedelta(seconds=every)), limit=1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,13 @@ import pytest
 from infra import local_fleet
 from infra.local_fleet import LocalFleet
 from infra.processes import ProcessId, spawn, tail
+from sprawl.board.ledger import Ledger
+from sprawl.board.records import RunRecord
+from sprawl.board.store import open_store
 from sprawl.config import parse_config
+from sprawl.fleet.controller import Controller
+from sprawl.fleet.reap import reap
+from sprawl.fleet.settings import FleetSettings
 from sprawl.run.fleet import Exit, FleetContext, open_fleet
 
 CONFIG = parse_config({"name": "t", "steps": 1, "policy": {"base": "x"}, "threads": {"island": 3, "anchor": 2}}, "test")
@@ -111,6 +118,85 @@ def test_stop_leaves_nothing_and_is_idempotent(tmp_path: Path, standins) -> None
     fleet.stop()
     assert [identity.alive for identity in identities if identity] == [False, False]
     assert fleet.poll() == []
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def test_it_scales_up_drains_and_replaces(tmp_path: Path, standins) -> None:
+    """Islands end by SIGTERM, which is asked for once; what was asked to end is not lost."""
+    fleet = LocalFleet(context(tmp_path))
+    try:
+        for number in range(3):
+            fleet.start_island(f"island-{number}")
+        fleet.start_anchor()
+        assert [machine.island_id for machine in fleet.machines()] == ["island-0", "island-1", "island-2"]
+        assert all(machine.phase == "running" for machine in fleet.machines())
+        process = fleet._running["island-1"]
+        fleet.drain_island("island-1")
+        fleet.drain_island("island-1")
+        assert process.wait(20) == -signal.SIGTERM
+        fleet._running["island-2"].kill()
+        fleet._running["island-2"].wait()
+        assert [machine.island_id for machine in fleet.machines()] == ["island-0"]
+        assert [lost.name for lost in fleet.poll()] == ["island-2"]
+        fleet.drain_island("island-9")
+        fleet.cancel_island("island-9")
+    finally:
+        fleet.stop()
+
+
+def test_one_that_does_not_drain_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stubborn(argv, *, log, env):
+        return spawn((sys.executable, "-c", STUBBORN), log=log, env=env)
+
+    monkeypatch.setattr(local_fleet, "spawn", stubborn)
+    monkeypatch.setattr(local_fleet, "GRACE_S", 0.2)
+    fleet = LocalFleet(context(tmp_path))
+    fleet.start_island("island-0")
+    await_log(tmp_path / "logs" / "island-0.log")
+    fleet.drain_island("island-0")
+    assert len(fleet.machines()) == 1
+    fleet.cancel_island("island-0")
+    assert fleet.machines() == []
+    assert fleet.poll() == []
+
+
+def test_the_same_policy_scales_processes(tmp_path: Path, standins) -> None:
+    """The controller with the local adapter: real processes, heartbeats by hand."""
+    board = open_store(str(tmp_path / "board"), create=True)
+    ledger = Ledger(board, "run-1")
+    ledger.create_run(
+        RunRecord(
+            run_id="run-1",
+            created_at=time.time(),
+            config=CONFIG.model_dump(mode="json"),
+            base_digest="0",
+            parameters=1,
+            sprawl_version="0",
+        )
+    )
+    fleet = LocalFleet(context(tmp_path))
+    try:
+        controller = Controller(board, "run-1", fleet, FleetSettings(start_islands=2))
+        assert controller.look().started == ("island-0", "island-1")
+        assert controller.look().started == ()
+        fleet.cancel_island("island-0")
+        assert controller.look().target == 2
+        reap(board, "run-1", fleet)
+        assert fleet.machines() == []
+        assert not controller.look().open
+    finally:
+        fleet.stop()
+
+
+def test_nobodys_fleet_starts_nothing(tmp_path: Path) -> None:
+    fleet = open_fleet("none", context(tmp_path))
+    fleet.start_island("island-0")
+    fleet.start_anchor()
+    assert (fleet.machines(), fleet.poll()) == ([], [])
+    assert fleet.start_s > 600
+    fleet.stop()
 
 
 def test_the_fleet_is_registered_as_local(tmp_path: Path) -> None:
