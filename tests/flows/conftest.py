@@ -19,7 +19,7 @@ from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, S
 def prefect_server() -> Iterator[None]:
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_test_harness(server_startup_timeout=600):
         yield
 
 
