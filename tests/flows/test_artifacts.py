@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from types import SimpleNamespace
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
@@ -123,7 +123,7 @@ def test_evaluation_rows_are_newest_first() -> None:
 
 def finished_session() -> SimpleNamespace:
     """What a reporter asks of a session: a run of 100 steps on a ledger."""
-    store, data = MemoryStore(), make_run(steps=100)
+    store, data = MemoryStore(), make_run(steps=100, run_id=f"tiny-{uuid4().hex[:8]}")  # its artifacts are its own
     put(store, data)
     ledger = Ledger(store, data.run.run_id)
     config = SimpleNamespace(steps=100)
