@@ -1,8 +1,8 @@
-"""A Prefect server for the tests of flows, and a session that records what is asked of it."""
+"""A session that records what is asked of it, for the tests of flows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +13,6 @@ import pytest
 from sprawl.board.records import EvaluationRecord, StepRecord, Views, Wire
 from sprawl.config import RunConfig, parse_config
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
-
-
-@pytest.fixture(scope="session")
-def prefect_server() -> Iterator[None]:
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
 
 
 def step_record(step: int) -> StepRecord:

@@ -1,0 +1,116 @@
+"""One flow run as a SkyPilot job: its task, its place, and the calls about it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import anyio
+
+from .output import Output
+from .port import ClusterLost, Job, JobPlace, SkyPilot, Unreachable
+from .task import build_task, read_task_file, slug, stops_by_itself
+from .variables import SkyJobConfiguration
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREADS = 4  # of one flow run: launch or output, a poll, and what is left of abandoned calls
+
+
+class Calls:
+    """SkyPilot's client blocks: every call gets a thread, and a job that talks takes none from another's polls."""
+
+    def __init__(self, sky: SkyPilot) -> None:
+        self.sky = sky
+        self._limiter = anyio.CapacityLimiter(THREADS)
+
+    async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`call` in a thread; left alone when nobody waits for it any more."""
+        return await anyio.to_thread.run_sync(
+            partial(call, *args, **kwargs), abandon_on_cancel=True, limiter=self._limiter
+        )
+
+
+class Flight:
+    """Raises InfrastructureError for job variables that make no task."""
+
+    def __init__(
+        self, sky: SkyPilot, configuration: SkyJobConfiguration, flow_run_id: str, environ: Mapping[str, str]
+    ) -> None:
+        self.sky, self.configuration, self.call = sky, configuration, Calls(sky)
+        name = f"{slug(configuration.name or 'flow-run', 40)}-{flow_run_id[:8]}"
+        # Never the same twice: a retry must not meet the cluster that is being brought down after the first attempt.
+        own = f"prefect-{flow_run_id[:8]}-{secrets.token_hex(2)}"
+        self.place = JobPlace(configuration.cluster or own, name)
+        self.task = build_task(
+            configuration,
+            read_task_file(Path(configuration.task)) if configuration.task else {},
+            name=name,
+            command=configuration.command or "prefect flow-run execute",
+            env={key: value for key, value in configuration.env.items() if value is not None},
+            environ=environ,
+        )
+
+    @property
+    def own_cluster(self) -> bool:
+        """Whether the cluster is there for this flow run alone, and goes with it."""
+        return self.configuration.cluster is None
+
+    @property
+    def autostop_minutes(self) -> int | None:
+        return self.configuration.autostop_minutes if self.own_cluster and stops_by_itself(self.task) else None
+
+    async def check(self) -> None:
+        await self.call(self.sky.check, self.task)
+
+    async def launch(self, say: Callable[[str], None]) -> None:
+        await self.call(
+            self.sky.launch,
+            self.task,
+            self.place.cluster,
+            autostop_minutes=self.autostop_minutes,
+            retry_until_up=self.configuration.retry_until_up,
+            say=say,
+        )
+
+    async def look(self) -> Job | None:
+        return await self.call(self.sky.job, self.place.cluster, self.place.job)
+
+    async def follow(self, output: Output, ended: anyio.Event) -> None:
+        """The job's output from beginning to end. It is only for reading: polls decide what happened."""
+        try:
+            found = await self.look()
+            if found is not None:
+                await self.call(self.sky.follow, self.place.cluster, found.number, output.line)
+        except (ClusterLost, Unreachable) as error:
+            output.line(f"(the output breaks off: {error})")
+        ended.set()
+
+    async def down(self) -> None:
+        await self.call(self.sky.down, self.place.cluster)
+
+
+async def cancel(sky: SkyPilot, place: JobPlace, *, grace_s: float, poll_s: float, down: bool) -> None:
+    """Ask the job to end, wait at most `grace_s` for that, then bring its cluster down if `down`.
+
+    Also calls off a launch that is under way. Raises ClusterLost, Unreachable.
+    """
+    call = Calls(sky)
+    try:
+        found = await call(sky.job, place.cluster, place.job)
+        if found is not None and not found.state.ended:
+            await call(sky.cancel, place.cluster, found.number)
+            with anyio.move_on_after(grace_s):
+                while found is not None and not found.state.ended:
+                    await anyio.sleep(min(poll_s, 2.0))
+                    found = await call(sky.job, place.cluster, place.job)
+    except Unreachable:
+        if not down:
+            raise
+        # Still being set up, or its machines are silent: bringing it down is all there is.
+    if down:
+        await call(sky.down, place.cluster)
