@@ -61,6 +61,15 @@ def island(run_id: str, island_id: str) -> str:
     return f"{run_id}/islands/{island_id}.json"
 
 
+def fleet_record(run_id: str, number: int) -> str:
+    """What the fleet of a run is meant to be, as of its `number`-th decision: immutable, the highest one counts."""
+    return f"{run_id}/fleet/{number:08d}.json"
+
+
+def fleet_records(run_id: str) -> str:
+    return f"{run_id}/fleet/"
+
+
 def rollouts(run_id: str, step: int) -> str:
     """Trajectories that step `step` trains on (safetensors)."""
     return f"{run_id}/rollouts/{step:08d}.safetensors"

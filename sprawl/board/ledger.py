@@ -93,6 +93,10 @@ class Ledger:
         """In the order they were written."""
         return self._read_all(keys.events(self.run_id), EventRecord)
 
+    def event(self, name: str) -> EventRecord | None:
+        """One event by its name on the board (without .json)."""
+        return self._read(keys.event(self.run_id, name), EventRecord)
+
     # Checkpoints
 
     def write_checkpoint(self, record: CheckpointRecord) -> bool:
@@ -131,6 +135,13 @@ class Ledger:
         while not self.store.create(keys.epoch(self.run_id, epoch), data):
             epoch += 1
         return epoch
+
+    def epoch_taken_at(self, epoch: int) -> float:
+        """Unix seconds at which a writer took this epoch; 0 when there is none."""
+        try:
+            return float(json.loads(self.store.get(keys.epoch(self.run_id, epoch))).get("at", 0.0))
+        except (MissingKey, ValueError, AttributeError):
+            return 0.0
 
     def check_epoch(self, epoch: int) -> None:
         """Raises FencedError when a newer writer exists. One cheap request: epochs are handed out one by one."""
@@ -186,6 +197,19 @@ def resolve_run(store: Store, run_id: str) -> str:
             raise BoardError(f"board {store.url} has no runs", "start one with `sprawl run configs/tiny.yaml`")
         return runs[0].run_id
     return Ledger(store, run_id).run().run_id
+
+
+def wait_for_run(store: Store, run_id: str, patience_s: float, poll_s: float = 2.0) -> str:
+    """As `resolve_run`, for a process that may be there before the run: asks again until there is one, or `patience_s`
+    have passed. Raises BoardError then."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return resolve_run(store, run_id)
+        except BoardError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
 
 
 def _known_runs(store: Store) -> str:

@@ -10,8 +10,9 @@ import click
 @click.command()
 @click.option("--board", envvar="SPRAWL_BOARD", default="runs", show_default=True, help="Board URL or directory.")
 @click.option("--run-id", default="latest", show_default=True, help="Run to serve.")
+@click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=0.0, help="Seconds the run may take to appear.")
 @click.option("--exit-with-parent", is_flag=True, help="End when the process that started this one is gone.")
-def anchor(board: str, run_id: str, exit_with_parent: bool) -> None:
+def anchor(board: str, run_id: str, wait_s: float, exit_with_parent: bool) -> None:
     """Serve the anchor circuit of a run.
 
     Every c optimizer steps it replays a batch densely at weights K steps old (or their forecast), folds the gradient
@@ -25,11 +26,11 @@ def anchor(board: str, run_id: str, exit_with_parent: bool) -> None:
     import torch
 
     from sprawl.anchor.service import AnchorService, serve
-    from sprawl.board.ledger import resolve_run
+    from sprawl.board.ledger import wait_for_run
     from sprawl.board.store import open_store
 
     parent = os.getppid()
-    service = AnchorService(board, resolve_run(open_store(board), run_id))
+    service = AnchorService(board, wait_for_run(open_store(board), run_id, wait_s))
     torch.set_num_threads(service.config.threads.anchor)
     click.echo(f"anchor of {service.run_id}: every {service.config.anchor.every} steps, K={service.config.anchor.lag}")
 

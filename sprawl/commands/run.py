@@ -22,12 +22,17 @@ def _options(function):
             "--board", envvar="SPRAWL_BOARD", help="Board URL or directory [default: the config's, else runs]."
         ),
         click.option("--runner", type=RUNNERS, default="auto", show_default=True, help=RUNNER_HELP),
+        click.option("--fleet", default="local", show_default=True, help=FLEET_HELP),
         click.option("--up", is_flag=True, help="Start the local Prefect stack first if it is not running."),
     ):
         function = option(function)
     return function
 
 
+FLEET_HELP = (
+    "Who starts islands and anchor. local: this process; none: somebody else (sky/*.yaml, `sprawl fleet run`), and the "
+    "run waits for them; sky: SkyPilot jobs."
+)
 RUNNER_HELP = "prefect: watched in the Prefect UI; plain: this process alone; auto: prefect if a stack is up."
 
 
@@ -44,6 +49,7 @@ def run(
     run_id: str | None,
     board: str | None,
     runner: str,
+    fleet: str,
     up: bool,
 ) -> None:
     """Train as CONFIG says, from the first step to the report.
@@ -69,6 +75,7 @@ def run(
         board=absolute_board(board or loaded.board),
         run_id=run_id,
         resume=resume,
+        fleet=fleet,
     )
     sys.exit(_drive(options, runner, up))
 
@@ -76,7 +83,7 @@ def run(
 @click.command()
 @click.argument("run_id", default="latest")
 @_options
-def resume(run_id: str, board: str | None, runner: str, up: bool) -> None:
+def resume(run_id: str, board: str | None, runner: str, fleet: str, up: bool) -> None:
     """Continue a run where it was stopped or killed: RUN_ID, or the newest one.
 
     Committed steps are never trained again: the newest checkpoint is loaded and the steps after it are replayed from
@@ -90,7 +97,7 @@ def resume(run_id: str, board: str | None, runner: str, up: bool) -> None:
     from sprawl.run.options import RunOptions, absolute_board
 
     place = absolute_board(board or "runs")
-    options = RunOptions(config=None, config_source="CONFIG", board=place, resume=run_id)
+    options = RunOptions(config=None, config_source="CONFIG", board=place, resume=run_id, fleet=fleet)
     sys.exit(_drive(options, runner, up))
 
 
