@@ -53,6 +53,7 @@ def post_train(
     board: str | None = None,
     run_id: str | None = None,
     overrides: list[str] | None = None,
+    fleet: str = "local",
 ) -> dict[str, Any] | State[Any]:
     """Post-train a model with GRPO: islands sample, the trainer steps, every step is published as a version.
 
@@ -64,13 +65,14 @@ def post_train(
         board: Directory or object-store URL the run lives on. Default: the config's `board`.
         run_id: Id of a new run. Default: made from the config's name and the time.
         overrides: Changes to the config, each "section.field=value", for example "steps=20".
+        fleet: Who starts islands and anchor. local: this process; none: somebody else (sky/*.yaml).
     """
     attached = ATTACHED.get()
     if attached is not None:
         session = attached.session
         progress: Progress = Both(attached.progress, LoggedProgress(get_run_logger()))
     else:
-        session = open_session(_options(config, resume, board, run_id, overrides or []))
+        session = open_session(_options(config, resume, board, run_id, overrides or [], fleet))
         progress = LoggedProgress(get_run_logger())
     try:
         flow_run_id = _name_flow_run(session.run_id)
@@ -131,7 +133,7 @@ def open_session(options: RunOptions) -> RunSession:
 
 
 def _options(
-    config: str, resume: str | None, board: str | None, run_id: str | None, overrides: list[str]
+    config: str, resume: str | None, board: str | None, run_id: str | None, overrides: list[str], fleet: str
 ) -> RunOptions:
     """Flow parameters as run options. A retried flow run goes on with the run its first attempt created."""
     from sprawl.board import keys
@@ -140,13 +142,15 @@ def _options(
     from sprawl.run.options import RunOptions, absolute_board
 
     if resume is not None:
-        return RunOptions(None, config, absolute_board(board or os.environ.get("SPRAWL_BOARD", "runs")), resume=resume)
+        return RunOptions(
+            None, config, absolute_board(board or os.environ.get("SPRAWL_BOARD", "runs")), resume=resume, fleet=fleet
+        )
     parsed = load_config(config, overrides)
     place = absolute_board(board or parsed.board)
     name = flow_run.name
     if (flow_run.run_count or 1) > 1 and open_store(place, create=True).exists(keys.run(name)):
-        return RunOptions(None, config, place, resume=name)
-    return RunOptions(parsed, config, place, run_id=run_id)
+        return RunOptions(None, config, place, resume=name, fleet=fleet)
+    return RunOptions(parsed, config, place, run_id=run_id, fleet=fleet)
 
 
 def _name_flow_run(run_id: str) -> str:

@@ -102,6 +102,7 @@ def _explained(cluster: str) -> Iterator[None]:
     When its machines do not answer, SkyPilot looks at what the cloud says about them; only then is it known which.
     """
     import requests
+
     import sky
     from sky import exceptions
 

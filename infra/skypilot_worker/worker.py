@@ -67,7 +67,9 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
                 task["envs"]["PREFECT_API_URL"],
             )
         if job.own_cluster and configuration.autostop_minutes and not stops_by_itself(task):
-            logger.info("No autostop on Slurm: should this worker be gone when the job ends, run: sky down %s", job.place)
+            logger.info(
+                "No autostop on Slurm: should this worker be gone when the job ends, run: sky down %s", job.place
+            )
         if task_status is not None:
             task_status.started(str(job.place))
         logger.info("SkyPilot: job %s on %s", job.place, ", ".join(places(task)) or "whatever is cheapest")

@@ -62,7 +62,9 @@ class SkyServer:
                     consolidation_mode: true
                 """)
         )
-        environment = {name: value for name, value in self.environment().items() if name != "SKYPILOT_API_SERVER_ENDPOINT"}
+        environment = {
+            name: value for name, value in self.environment().items() if name != "SKYPILOT_API_SERVER_ENDPOINT"
+        }
         environment |= {
             "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.port),
             "IS_SKYPILOT_SERVER": "true",

@@ -267,7 +267,9 @@ class Slurm:
 
     def _start_script(self) -> str:
         root = self.root
-        binds = "\n".join(f"mount --bind {root}/etc/{name} /etc/{name}" for name in ("hosts", "passwd", "group", "shadow"))
+        binds = "\n".join(
+            f"mount --bind {root}/etc/{name} /etc/{name}" for name in ("hosts", "passwd", "group", "shadow")
+        )
         nodes = "\n".join(
             f"unshare --uts sh -c 'hostname n{n}; exec {_program('slurmd')} -D -f {root}/slurm.conf -N n{n}' &"
             for n in range(1, self.nodes + 1)
