@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from infra.processes import ProcessId, end_tree, spawn
+from sprawl.fleet.port import Machine
 from sprawl.run.fleet import Exit, FleetContext
+
+ANCHOR = "anchor"
 
 GRACE_S = 5.0
 
@@ -18,9 +22,13 @@ class LocalFleet:
     the fleet in order. `--exit-with-parent` ends them when the trainer is killed without a chance to do so.
     """
 
+    start_s = 180.0
+    settle_s = 0.0
+
     def __init__(self, context: FleetContext) -> None:
         self._context = context
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._asked: set[str] = set()  # to end
 
     def start_island(self, island_id: str) -> None:
         """Start an island unless it runs. Its output goes to `<log_dir>/<island_id>.log`."""
@@ -31,18 +39,46 @@ class LocalFleet:
         """Start the anchor unless it runs. `FleetContext.anchor_argv` replaces `sprawl anchor`; it is called the same
         way, with --board, --run-id and --exit-with-parent."""
         command = self._context.anchor_argv or (sys.executable, "-m", "sprawl.cli", "anchor")
-        self._start("anchor", (*command, *self._place(), "--exit-with-parent"), self._context.config.threads.anchor)
+        self._start(ANCHOR, (*command, *self._place(), "--exit-with-parent"), self._context.config.threads.anchor)
 
     def poll(self) -> list[Exit]:
         """Processes that ended unasked since the last call. An anchor that ends with 0 is done, not lost."""
         ended = [(name, code) for name, process in self._running.items() if (code := process.poll()) is not None]
+        lost = [(name, code) for name, code in ended if name not in self._asked and (name, code) != (ANCHOR, 0)]
         for name, _ in ended:
             del self._running[name]
-        return [Exit(name, code, self._log(name)) for name, code in ended if (name, code) != ("anchor", 0)]
+            self._asked.discard(name)
+        return [Exit(name, code, self._log(name)) for name, code in lost]
+
+    def drain_island(self, island_id: str) -> None:
+        """SIGTERM, once: a second one would cut its draining short."""
+        process = self._running.get(island_id)
+        if process is not None and process.poll() is None and island_id not in self._asked:
+            self._asked.add(island_id)
+            process.send_signal(signal.SIGTERM)
+
+    def cancel_island(self, island_id: str) -> None:
+        """End the process and what it started, after a moment if it does not go by itself."""
+        process = self._running.get(island_id)
+        if process is None:
+            return
+        self._asked.add(island_id)
+        if identity := ProcessId.of(process.pid):
+            end_tree([identity], GRACE_S)
+        process.wait()
+
+    def machines(self) -> list[Machine]:
+        """Processes of islands that run."""
+        return [
+            Machine(name, "running", identity.started, f"pid {process.pid}")
+            for name, process in self._running.items()
+            if name != ANCHOR and process.poll() is None and (identity := ProcessId.of(process.pid)) is not None
+        ]
 
     def stop(self) -> None:
         """SIGTERM to everything still running, SIGKILL after five seconds."""
         running, self._running = self._running, {}
+        self._asked.clear()
         leaders = [identity for process in running.values() if (identity := ProcessId.of(process.pid))]
         end_tree(leaders, GRACE_S)
         for process in running.values():

@@ -24,6 +24,8 @@ COMMANDS = {
     "sidecar": "sprawl.commands.serve:sidecar",
     "island": "sprawl.commands.serve:island",
     "mirror": "sprawl.commands.mirror:mirror",
+    "fleet": "sprawl.commands.fleet:fleet",
+    "plan": "sprawl.commands.plan:plan",
     "anchor": "sprawl.commands.anchor:anchor",
 }
 

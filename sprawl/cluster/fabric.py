@@ -110,7 +110,9 @@ def judge(log: NcclLog | None, devices: Iterable[Device], environment: Mapping[s
     used = sorted(log.channels) or list(log.networks[-1:])
     if not used:
         return Verdict(
-            "unknown", "NCCL's log names no network between nodes", "look at the log; NCCL_DEBUG=INFO has to be in force"
+            "unknown",
+            "NCCL's log names no network between nodes",
+            "look at NCCL_DEBUG and NCCL_DEBUG_SUBSYS",
         )
     shown = ", ".join(f"{name} ({log.channels[name]} channels)" if log.channels[name] else name for name in used)
     if any(name.lower() == "socket" for name in used):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import click
+
+EXIT_S = 10.0
 
 _OPTIONS = [
     click.option("--board", default="runs", envvar="SPRAWL_BOARD", show_default=True, show_envvar=True,
@@ -49,6 +52,12 @@ _OPTIONS = [
     click.option("--tls-key", default=None, metavar="FILE", help="Its private key (PEM)."),
     click.option("--region", default=None, envvar="SPRAWL_REGION", show_envvar=True,
                  help="Read versions through the mirrors of this region (sprawl mirror); default: from the board."),
+    click.option("--wait-for-run", "wait_for_run_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+                 help="How long the run may take to appear on the board. Default: it has to be there."),
+    click.option("--obey-fleet", is_flag=True,
+                 help="Drain and end when the run's fleet (sprawl fleet) needs this island no more, or is closed."),
+    click.option("--exit-when-idle", type=click.FloatRange(min=1), default=None, metavar="SECONDS",
+                 help="Drain and end after so long without a request or a new version."),
     click.option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends."),
 ]  # fmt: skip
 
@@ -124,4 +133,12 @@ def _run(options: dict[str, Any], *, registered: bool) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from sprawl.rollout.island import run_island
 
-    sys.exit(run_island(settings, listener, parent, click.echo))
+    sys.exit(run_island(settings, listener, parent, click.echo, _leave_soon))
+
+
+def _leave_soon(code: int) -> None:
+    """End this process in a while, whatever its threads are doing: a download of many gigabytes would hold a machine
+    that is about to be taken. What it leaves half done is made for that."""
+    end = threading.Timer(EXIT_S, os._exit, (code,))
+    end.daemon = True
+    end.start()

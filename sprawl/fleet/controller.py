@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sprawl.board.fleet_log import FleetLog, FleetRecord
 from sprawl.board.ledger import Ledger
 from sprawl.board.records import EventRecord
 from sprawl.board.store import Store
 from sprawl.errors import SprawlError
 from sprawl.fleet.balance import Balance, measure, recent_steps, wanted_islands
 from sprawl.fleet.life import Life, look_at_run
-from sprawl.fleet.log import FleetLog, FleetRecord
 from sprawl.fleet.policy import Actions, View, decide, differs
 from sprawl.fleet.port import IslandFleet, Machine
 from sprawl.fleet.settings import FleetSettings

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sprawl.board.fleet_log import FleetLog, wants
 from sprawl.board.ledger import Ledger
 from sprawl.board.records import IslandRecord
 from sprawl.board.store import Store
-from sprawl.fleet.log import FleetLog, wants
 from sprawl.fleet.port import Machine, Phase
 
 HEARTBEAT_S = 2.0

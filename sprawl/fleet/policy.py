@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sprawl.board.fleet_log import FleetRecord, Order
 from sprawl.board.ledger import is_live
 from sprawl.board.records import IslandRecord
-from sprawl.fleet.log import FleetRecord, Order
 from sprawl.fleet.port import Machine
 from sprawl.fleet.settings import FleetSettings
+
+PREFIX = "island-"
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class _Plan:
         count = missing if cool else min(missing, self.lost)
         count = min(count, max(0, settings.affordable - len(running) - self.leaving))
         for _ in range(count):
-            name = f"island-{self.named}"
+            name = f"{PREFIX}{self.named}"
             self.named += 1
             self.orders[name] = Order(do="run", since=now)
             self.actions.start.append(name)
@@ -205,7 +207,7 @@ class _Plan:
         if now - self.changed_at < settings.shrink_cooldown_s and wanted > 0 and not over_cap:
             return
         # Those that nobody would miss first: not there yet, then not in service, then the youngest.
-        ranked = sorted(running, key=lambda name: (self._worth(name), -self.orders[name].since, name))
+        ranked = sorted(running, key=lambda name: (self._worth(name), -self.orders[name].since, -_number(name)))
         for name in ranked[: len(running) - wanted]:
             alive = name in self.alive
             self.orders[name] = Order(do="drain", since=now, seen=alive)
@@ -217,3 +219,8 @@ class _Plan:
             return 3 if self.alive[name].state == "ready" else 2
         machine = self.machines.get(name)
         return 1 if machine is not None and machine.phase in ("starting", "running") else 0
+
+
+def _number(island_id: str) -> int:
+    """Of a name given here; names are given in this order."""
+    return int(island_id.removeprefix(PREFIX))

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sprawl.board.fleet_log import FleetLog
 from sprawl.board.ledger import Ledger, is_live
 from sprawl.board.store import Store
 from sprawl.errors import SprawlError
-from sprawl.fleet.log import FleetLog
 from sprawl.fleet.port import IslandFleet
 
 POLL_S = 2.0

@@ -57,7 +57,7 @@ class FleetSettings(Section):
                 f"max_islands={self.max_islands} have to ascend"
             )
         if self.max_hourly_cost is not None and self.island_hourly_cost is None:
-            raise ValueError("max_hourly_cost needs island_hourly_cost: what one may cost decides how many there can be")
+            raise ValueError("max_hourly_cost needs island_hourly_cost: it decides how many there can be")
         if self.evidence > self.window:
             raise ValueError(f"evidence={self.evidence} is above window={self.window}")
         if self.load_low >= self.load_aim:

@@ -12,16 +12,16 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from sprawl.board.ledger import Ledger, resolve_run
+from sprawl.board.fleet_log import FleetLog
+from sprawl.board.ledger import Ledger, wait_for_run
 from sprawl.board.reader import VersionReader
 from sprawl.board.records import IslandRecord, RunRecord
 from sprawl.board.signing import environment_trust
@@ -31,6 +31,7 @@ from sprawl.mirror.store import MirroredStore, through_mirrors
 from sprawl.rollout.assembly import Parts, assemble
 from sprawl.rollout.engines import work_directory
 from sprawl.rollout.gate import Gate
+from sprawl.rollout.leaving import stop_at_signals, until_idle, until_orphaned, until_unwanted
 from sprawl.rollout.listen import IslandSettings, base_url
 from sprawl.rollout.reconciler import Reconciler, Takeover
 from sprawl.rollout.runs import RunWatcher
@@ -48,21 +49,35 @@ RUN_LOOK_S = 5.0  # how often newer runs are looked for: a listing of the board
 FAILED = 3
 
 
-def run_island(settings: IslandSettings, listener: socket.socket, parent: int, say: Callable[[str], None]) -> int:
+def run_island(
+    settings: IslandSettings,
+    listener: socket.socket,
+    parent: int,
+    say: Callable[[str], None],
+    closed: Callable[[int], None] = lambda code: None,
+) -> int:
     """Serve on `listener` (see `sprawl.rollout.listen.bind`) until SIGTERM or SIGINT; returns the exit code.
 
-    `parent` is the process that started this one, as it was at the start. Raises BoardError when there is no such run.
+    `parent` is the process that started this one, as it was at the start. `closed` is told the exit code when the
+    island has left; a download that is still under way in a thread is waited for after that. Raises BoardError when
+    there is no such run.
     """
+
+    async def serve(island: Island) -> int:
+        code = await island.run(parent)
+        closed(code)
+        return code
+
     try:
         store = open_store(settings.board)
-        run_id = resolve_run(store, settings.run_id or "latest")
+        run_id = wait_for_run(store, settings.run_id or "latest", settings.wait_for_run_s)
         ledger = Ledger(store, run_id)
         trust = environment_trust()
         reader = VersionReader(through_mirrors(store, settings.region, trust), run_id, trust=trust)
         island = Island(settings, ledger, ledger.run(), reader, listener, say)
         with work_directory(settings, run_id) as directory:
             island.work_dir = directory
-            return asyncio.run(island.run(parent))
+            return asyncio.run(serve(island))
     finally:
         listener.close()
 
@@ -90,10 +105,9 @@ class Island:
         self._left: list[Ledger] = []  # of runs that this island is still registered with
 
     async def run(self, parent: int) -> int:
-        self._catch_signals()
+        stop_at_signals(self._stop)
         tasks = [asyncio.ensure_future(self._heartbeats())] if self.settings.registered else []
-        if self.settings.exit_with_parent:
-            tasks.append(asyncio.ensure_future(self._watch_parent(parent)))
+        tasks += [asyncio.ensure_future(self._stop_for(reason)) for reason in self._reasons_to_leave(parent)]
         try:
             if not await self._wait_for_first_version():
                 return 0
@@ -317,18 +331,16 @@ class Island:
 
     # --- asked to stop ---
 
-    def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _reasons_to_leave(self, parent: int) -> list[Coroutine[Any, Any, str]]:
+        settings, reasons = self.settings, list[Coroutine[Any, Any, str]]()
+        if settings.exit_with_parent:
+            reasons.append(until_orphaned(parent))
+        if settings.obey_fleet:
+            reasons.append(until_unwanted(FleetLog(self.ledger.store, self.record.run_id), self.island_id))
+        if settings.exit_when_idle is not None:
+            reasons.append(until_idle(lambda: self.service, settings.exit_when_idle))
+        return reasons
 
-        def stop(number: int) -> None:
-            self._stop.set()
-            loop.remove_signal_handler(number)  # a second signal does not wait for draining
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop, number)
-
-    async def _watch_parent(self, parent: int) -> None:
-        while os.getppid() == parent:
-            await asyncio.sleep(1.0)
-        self.say(f"{self.island_id}: the process that started it is gone")
+    async def _stop_for(self, reason: Coroutine[Any, Any, str]) -> None:
+        self.say(f"{self.island_id}: {await reason}")
         self._stop.set()

@@ -37,6 +37,9 @@ class IslandSettings:
     follow_latest_run: bool = False
     region: str | None = None  # read through the mirrors of this region; None: the board only
     exit_with_parent: bool = False
+    wait_for_run_s: float = 0.0  # how long the run may take to appear
+    obey_fleet: bool = False  # end when the run's fleet says so
+    exit_when_idle: float | None = None  # seconds without a request or a new version
     token: str | None = None
     insecure: bool = False  # reachable from outside without a token
     tls_cert: str | None = None

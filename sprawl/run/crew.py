@@ -13,7 +13,6 @@ from sprawl.run.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
-ISLAND_START_S = 180.0
 POLL_S = 0.05
 ANCHOR = "anchor"
 
@@ -35,12 +34,12 @@ class Crew:
 
     def wait_for_island(self) -> None:
         """Until one island is ready; the others join when they are. Raises SprawlError when none becomes ready."""
-        deadline = time.monotonic() + ISLAND_START_S
+        deadline = time.monotonic() + self._fleet.start_s
         while not any(island.state == "ready" and is_live(island) for island in self._ledger.islands()):
             for lost in self._fleet.poll():
                 raise SprawlError(f"{lost.name} ended with code {lost.returncode} while starting", f"see {lost.log}")
             if time.monotonic() > deadline:
-                raise SprawlError(f"no island became ready within {ISLAND_START_S:.0f} s", f"see {self._log_dir}")
+                raise SprawlError(f"no island became ready within {self._fleet.start_s:.0f} s", f"see {self._log_dir}")
             time.sleep(POLL_S)
 
     def replace_lost(self) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from sprawl.config import RunConfig
 from sprawl.errors import SprawlError
+from sprawl.fleet.port import IslandFleet, Machine
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class FleetContext:
     config: RunConfig
     log_dir: Path
     anchor_argv: tuple[str, ...] | None = None  # how to start the anchor; None: `sprawl anchor`
+    island_hourly_cost: float | None = None  # dollars; an adapter that rents takes no dearer machine
+    job_group: str | None = None  # what islands are attached to, where the platform knows such a thing
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,11 @@ class Exit:
     log: Path
 
 
-class Fleet(Protocol):
-    def start_island(self, island_id: str) -> None:
-        """Start an island that will register itself on the board. Starting one that runs is a no-op."""
+class Fleet(IslandFleet, Protocol):
+    """A run's processes, wherever they run. What scaling needs of it is `IslandFleet`."""
+
+    start_s: float
+    """How long the first island may take to become ready."""
 
     def start_anchor(self) -> None:
         """Start the run's anchor process."""
@@ -45,12 +50,42 @@ class Fleet(Protocol):
         """Stop everything this fleet started: asks first, kills after a grace period. Idempotent."""
 
 
+class Unmanaged:
+    """Fleet `none`: islands and anchor are started by somebody else, and found on the board."""
+
+    start_s = 3600.0
+    settle_s = 0.0
+
+    def start_island(self, island_id: str) -> None:
+        pass
+
+    def drain_island(self, island_id: str) -> None:
+        pass
+
+    def cancel_island(self, island_id: str) -> None:
+        pass
+
+    def machines(self) -> list[Machine]:
+        return []
+
+    def start_anchor(self) -> None:
+        pass
+
+    def poll(self) -> list[Exit]:
+        return []
+
+    def stop(self) -> None:
+        pass
+
+
 def open_fleet(name: str, context: FleetContext) -> Fleet:
-    """The fleet registered under `name`. Raises SprawlError when there is none."""
+    """The fleet registered under `name`; `none` is `Unmanaged`. Raises SprawlError when there is no such fleet."""
     from importlib.metadata import entry_points
 
+    if name == "none":
+        return Unmanaged()
     for entry in entry_points(group="sprawl.fleets"):
         if entry.name == name:
             return entry.load()(context)
-    known = ", ".join(sorted(entry.name for entry in entry_points(group="sprawl.fleets"))) or "none"
+    known = ", ".join(sorted({"none", *(entry.name for entry in entry_points(group="sprawl.fleets"))}))
     raise SprawlError(f"no fleet named {name!r} is installed", f"installed: {known}")

@@ -18,6 +18,8 @@ from sprawl.run.fleet import Exit
 class FakeFleet:
     """Records what it is asked to do; `lost` is what the next poll reports."""
 
+    start_s = 180.0
+
     def __init__(self) -> None:
         self.started: list[str] = []
         self.lost: list[Exit] = []

@@ -105,7 +105,9 @@ class FleetLog:
         except MissingKey:
             return None
         except ValidationError as error:
-            raise IntegrityError(f"{key} on board {self.store.url} is not readable: {error.errors()[0]['msg']}") from None
+            raise IntegrityError(
+                f"{key} on board {self.store.url} is not readable: {error.errors()[0]['msg']}"
+            ) from None
 
 
 def closing(head: FleetRecord | None, reason: str, now: float) -> FleetRecord:
