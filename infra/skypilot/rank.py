@@ -13,14 +13,20 @@ from pathlib import Path
 from sprawl.run.launch import launched_rank
 
 
-def main(driver: list[str]) -> int:
+def main(driver: list[str]) -> int:  # noqa: RET503
     if launched_rank():
         from sprawl.run.stage_server import serve
 
         return serve()
-    # Commands of this interpreter's environment (prefect) come first: it need not be the one that is on the PATH.
-    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    # Commands of this interpreter's environment (prefect) and code of this checkout come first, whatever else is there.
+    prepend("PATH", Path(sys.executable).parent, os.defpath)
+    prepend("PYTHONPATH", Path.cwd(), "")
     os.execvp(driver[0], driver)
+
+
+def prepend(variable: str, directory: Path, default: str) -> None:
+    rest = os.environ.get(variable, default)
+    os.environ[variable] = os.pathsep.join((str(directory), rest) if rest else (str(directory),))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class SkyFields(BaseModel):
     setup: str | None = Field(None, description="Shell script, before the flow run, on every node.")
     run: str | None = Field(
         None,
-        description="Shell script on every node; calls $PREFECT_FLOW_RUN_COMMAND on one. Default: node 0 does just that.",
+        description="Shell script of every node; $PREFECT_FLOW_RUN_COMMAND has to run on one. Default: node 0 runs it.",
     )
     config: dict[str, Any] = Field(default_factory=dict, description="SkyPilot settings for this task alone.")
     cluster: str | None = Field(

@@ -52,6 +52,8 @@ def deploy(flow: Any, entrypoint: str, job_variables: dict[str, Any]) -> UUID:
             flow_id=client.create_flow_from_name(flow.name),
             name=POOL,
             entrypoint=entrypoint,
+            # Where SkyPilot has put the checkout: the directory that the job starts in.
+            pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": "."}}],
             work_pool_name=POOL,
             job_variables=job_variables,
             parameter_openapi_schema=parameter_schema(flow.fn).model_dump_for_openapi(),

@@ -17,7 +17,7 @@ from infra.processes import spawn, tail
 from tests.sky.session.slurm import Slurm
 
 FIRST_PORT = 18600
-START_S = 120.0
+START_S = 120.0 * float(os.environ.get("SPRAWL_TEST_SKY_PATIENCE", "1"))
 SHIM = Path(__file__).parent / "shim"
 
 
