@@ -6,17 +6,25 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+from sprawl.board.ledger import Ledger
+from sprawl.board.reader import VersionReader
 from tests.sky.session.server import SkyServer
-from tests.sky.session.slurm import Slurm, missing
+from tests.sky.session.slurm import NAME, PARTITION, Slurm, missing
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[3]
+PATIENCE = float(os.environ.get("SPRAWL_TEST_SKY_PATIENCE", "1"))  # on machines that others use too
+LAUNCH_S = 300.0 * PATIENCE
 WANTED = "SPRAWL_TEST_SKY"
 
 
@@ -45,7 +53,39 @@ class Session:
     @property
     def resources(self) -> dict[str, object]:
         """What takes the place of the shipped files' `resources`."""
-        return {"infra": "slurm/loopback/main", "cpus": 2, "memory": 2}
+        return {"infra": f"slurm/{NAME}/{PARTITION}", "cpus": 2, "memory": 2}
+
+    def board(self, name: str) -> Path:
+        """A board in a directory that the nodes and this process share."""
+        path = self.directory / "boards" / name
+        path.mkdir(parents=True)
+        path.chmod(0o777)
+        return path
+
+
+class Clock:
+    """Says when something came true, for the record that a session leaves in its output."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def until(self, what: str, look: Callable[[], T | None], timeout_s: float = LAUNCH_S) -> T:
+        """Poll until `look` finds something; that."""
+        asked = time.monotonic()
+        while True:
+            found = look()
+            if found:
+                print(
+                    f"{time.monotonic() - self._began:6.0f} s  {what} (+{time.monotonic() - asked:.0f} s)", flush=True
+                )
+                return found
+            assert time.monotonic() - asked < timeout_s, f"not within {timeout_s:.0f} s: {what}"
+            time.sleep(1.0)
+
+
+def head(ledger: Ledger) -> int:
+    """The newest version of a run; 0 before there is one."""
+    return VersionReader(ledger.store, ledger.run_id).head() or 0
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,7 @@ class SkyServer:
         return os.environ | {
             "HOME": str(self.home),
             "SKYPILOT_API_SERVER_ENDPOINT": self.url,
+            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.port),
             "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
             "SKYPILOT_USER": "sprawl",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -66,7 +67,6 @@ class SkyServer:
             name: value for name, value in self.environment().items() if name != "SKYPILOT_API_SERVER_ENDPOINT"
         }
         environment |= {
-            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.port),
             "IS_SKYPILOT_SERVER": "true",
             "SPRAWL_TEST_SKY_HEALTH": f"{self.url}/api/health",
             "PYTHONPATH": f"{SHIM}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep),

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 import pytest
@@ -21,23 +18,19 @@ from flows.post_train import post_train
 from infra.processes import tail
 from infra.skypilot.fleet import SkyFleet
 from sprawl.board.ledger import Ledger, is_live
-from sprawl.board.reader import VersionReader
 from sprawl.board.records import IslandRecord
 from sprawl.board.store import open_store
 from sprawl.config import load_config
+from sprawl.fleet.reap import reap
 from sprawl.run.fleet import FleetContext
 from tests.sky.session import prefect_side
-from tests.sky.session.conftest import ROOT, Session
+from tests.sky.session.conftest import LAUNCH_S, PATIENCE, ROOT, Clock, Session, head
 from tests.sky.session.shipped import on_slurm
-
-T = TypeVar("T")
 
 RUN = "on-slurm"
 TOKEN = "a-token-of-this-test"
 ISLANDS = ("east", "west")
 STEPS = 200
-PATIENCE = float(os.environ.get("SPRAWL_TEST_SKY_PATIENCE", "1"))  # on machines that others use too
-LAUNCH_S = 300.0 * PATIENCE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 * PATIENCE)]
 OVERRIDES = [
     f"steps={STEPS}",
@@ -50,33 +43,11 @@ OVERRIDES = [
 ]
 
 
-class Clock:
-    """Says when something came true, for the record that the session leaves in its output."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def until(self, what: str, look: Callable[[], T | None], timeout_s: float = LAUNCH_S) -> T:
-        """Poll until `look` finds something; that."""
-        asked = time.monotonic()
-        while True:
-            found = look()
-            if found:
-                print(
-                    f"{time.monotonic() - self._began:6.0f} s  {what} (+{time.monotonic() - asked:.0f} s)", flush=True
-                )
-                return found
-            assert time.monotonic() - asked < timeout_s, f"not within {timeout_s:.0f} s: {what}"
-            time.sleep(1.0)
-
-
 @pytest.mark.usefixtures("prefect_server")
 def test_trainer_and_islands_on_slurm(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.chdir(ROOT)
-    board = session.directory / "board"
-    board.mkdir()
-    board.chmod(0o777)
+    board = session.board("run")
     ledger = Ledger(open_store(str(board)), RUN)
     fleet, environment = open_fleet(session, board)
     worker_log = session.directory / "worker.log"
@@ -115,7 +86,8 @@ def test_trainer_and_islands_on_slurm(session: Session, monkeypatch: pytest.Monk
         assert final.state.is_completed(), f"{final.state}\n{tail(worker_log, 40)}"
         assert head(ledger) == STEPS
         clock.until("the trainer's cluster is down", lambda: slurm_job(session, cluster) is None)
-    clock.until("islands ended with their run", lambda: fleet.machines() == [])
+    reaped = reap(ledger.store, RUN, fleet, drain_s=30.0 * PATIENCE, limit_s=LAUNCH_S)
+    assert set(reaped.seen) == set(ISLANDS)
     clock.until("no machine is left", lambda: session.slurm.jobs() == {})
 
 
@@ -148,10 +120,6 @@ def job_variables(session: Session, board: Path) -> dict[str, object]:
         "secrets": {"SPRAWL_TOKEN": None},
         "poll_s": 3,
     }
-
-
-def head(ledger: Ledger) -> int:
-    return VersionReader(ledger.store, ledger.run_id).head() or 0
 
 
 def ready(ledger: Ledger, names: tuple[str, ...]) -> dict[str, IslandRecord]:
