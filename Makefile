@@ -56,7 +56,7 @@ test: lint ## lint, types and all tests
 # A Slurm of four nodes on loopback, SkyPilot on top of it, and the files of sky/ with other resources. Its daemons live in
 # namespaces of their own and end with the session; without them the tests say what to install:
 #   apt-get install --no-install-recommends slurm-wlm munge openssh-server rsync socat      (as root, who also runs it)
-# SPRAWL_TEST_SKY_PATIENCE=10 multiplies all waiting times, for a machine that is busy otherwise; SPRAWL_TEST_SKY_KEEP=1
+# SPRAWL_TEST_PATIENCE=10 multiplies all waiting times, for a machine that is busy otherwise; SPRAWL_TEST_SKY_KEEP=1
 # leaves logs and boards in /tmp.
 $(SKY): $(DEV)
 	@echo "installing SkyPilot into .venv"

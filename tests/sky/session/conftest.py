@@ -17,13 +17,13 @@ import pytest
 
 from sprawl.board.ledger import Ledger
 from sprawl.board.reader import VersionReader
+from tests.conftest import PATIENCE
 from tests.sky.session.server import SkyServer
 from tests.sky.session.slurm import NAME, PARTITION, Slurm, missing
 
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[3]
-PATIENCE = float(os.environ.get("SPRAWL_TEST_SKY_PATIENCE", "1"))  # on machines that others use too
 LAUNCH_S = 300.0 * PATIENCE
 WANTED = "SPRAWL_TEST_SKY"
 

@@ -14,10 +14,11 @@ import httpx
 
 from infra import ports
 from infra.processes import spawn, tail
+from tests.conftest import PATIENCE
 from tests.sky.session.slurm import Slurm
 
 FIRST_PORT = 18600
-START_S = 120.0 * float(os.environ.get("SPRAWL_TEST_SKY_PATIENCE", "1"))
+START_S = 120.0 * PATIENCE
 SHIM = Path(__file__).parent / "shim"
 
 

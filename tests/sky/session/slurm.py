@@ -18,6 +18,7 @@ from pathlib import Path
 
 from infra import ports
 from infra.processes import tail
+from tests.conftest import PATIENCE
 
 PACKAGES = ("slurm-wlm", "munge", "openssh-server", "rsync", "socat")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sshd", "rsync", "socat", "unshare", "scancel", "uv")
@@ -26,7 +27,7 @@ PARTITION = "main"
 USER = "sprawlsky"
 UID = 64999
 FIRST_PORT = 18400
-START_S = 60.0
+START_S = 60.0 * PATIENCE
 
 
 def missing() -> str | None:

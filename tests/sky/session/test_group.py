@@ -15,7 +15,8 @@ import yaml
 
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import open_store
-from tests.sky.session.conftest import PATIENCE, ROOT, Clock, Session, head
+from tests.conftest import PATIENCE
+from tests.sky.session.conftest import ROOT, Clock, Session, head
 from tests.sky.session.shipped import on_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 * PATIENCE)]

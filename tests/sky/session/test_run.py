@@ -23,8 +23,9 @@ from sprawl.board.store import open_store
 from sprawl.config import load_config
 from sprawl.fleet.reap import reap
 from sprawl.run.fleet import FleetContext
+from tests.conftest import PATIENCE
 from tests.sky.session import prefect_side
-from tests.sky.session.conftest import LAUNCH_S, PATIENCE, ROOT, Clock, Session, head
+from tests.sky.session.conftest import LAUNCH_S, ROOT, Clock, Session, head
 from tests.sky.session.shipped import on_slurm
 
 RUN = "on-slurm"
