@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
+import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import anyio
 
@@ -18,21 +20,34 @@ from .variables import SkyJobConfiguration
 P = ParamSpec("P")
 T = TypeVar("T")
 
-THREADS = 4  # of one flow run: launch or output, a poll, and what is left of abandoned calls
 
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """A blocking call of SkyPilot's client, in a thread of its own; left alone when nobody waits for it any more.
 
-class Calls:
-    """SkyPilot's client blocks: every call gets a thread, and a job that talks takes none from another's polls."""
+    A daemon thread: the output of a job can go on for days, and a worker that is stopped does not wait for it.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
 
-    def __init__(self, sky: SkyPilot) -> None:
-        self.sky = sky
-        self._limiter = anyio.CapacityLimiter(THREADS)
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
 
-    async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`call` in a thread; left alone when nobody waits for it any more."""
-        return await anyio.to_thread.run_sync(
-            partial(call, *args, **kwargs), abandon_on_cancel=True, limiter=self._limiter
-        )
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = call(*args, **kwargs)
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name=f"sky {getattr(call, '__name__', 'call')}", daemon=True).start()
+    return await future
 
 
 class Flight:
@@ -41,7 +56,7 @@ class Flight:
     def __init__(
         self, sky: SkyPilot, configuration: SkyJobConfiguration, flow_run_id: str, environ: Mapping[str, str]
     ) -> None:
-        self.sky, self.configuration, self.call = sky, configuration, Calls(sky)
+        self.sky, self.configuration = sky, configuration
         name = f"{slug(configuration.name or 'flow-run', 40)}-{flow_run_id[:8]}"
         # Never the same twice: a retry must not meet the cluster that is being brought down after the first attempt.
         own = f"prefect-{flow_run_id[:8]}-{secrets.token_hex(2)}"
@@ -65,10 +80,10 @@ class Flight:
         return self.configuration.autostop_minutes if self.own_cluster and stops_by_itself(self.task) else None
 
     async def check(self) -> None:
-        await self.call(self.sky.check, self.task)
+        await in_thread(self.sky.check, self.task)
 
     async def launch(self, say: Callable[[str], None]) -> None:
-        await self.call(
+        await in_thread(
             self.sky.launch,
             self.task,
             self.place.cluster,
@@ -78,20 +93,20 @@ class Flight:
         )
 
     async def look(self) -> Job | None:
-        return await self.call(self.sky.job, self.place.cluster, self.place.job)
+        return await in_thread(self.sky.job, self.place.cluster, self.place.job)
 
     async def follow(self, output: Output, ended: anyio.Event) -> None:
         """The job's output from beginning to end. It is only for reading: polls decide what happened."""
         try:
             found = await self.look()
             if found is not None:
-                await self.call(self.sky.follow, self.place.cluster, found.number, output.line)
+                await in_thread(self.sky.follow, self.place.cluster, found.number, output.line)
         except (ClusterLost, Unreachable) as error:
             output.line(f"(the output breaks off: {error})")
         ended.set()
 
     async def down(self) -> None:
-        await self.call(self.sky.down, self.place.cluster)
+        await in_thread(self.sky.down, self.place.cluster)
 
 
 async def cancel(sky: SkyPilot, place: JobPlace, *, grace_s: float, poll_s: float, down: bool) -> None:
@@ -99,18 +114,17 @@ async def cancel(sky: SkyPilot, place: JobPlace, *, grace_s: float, poll_s: floa
 
     Also calls off a launch that is under way. Raises ClusterLost, Unreachable.
     """
-    call = Calls(sky)
     try:
-        found = await call(sky.job, place.cluster, place.job)
+        found = await in_thread(sky.job, place.cluster, place.job)
         if found is not None and not found.state.ended:
-            await call(sky.cancel, place.cluster, found.number)
+            await in_thread(sky.cancel, place.cluster, found.number)
             with anyio.move_on_after(grace_s):
                 while found is not None and not found.state.ended:
                     await anyio.sleep(min(poll_s, 2.0))
-                    found = await call(sky.job, place.cluster, place.job)
+                    found = await in_thread(sky.job, place.cluster, place.job)
     except Unreachable:
         if not down:
             raise
         # Still being set up, or its machines are silent: bringing it down is all there is.
     if down:
-        await call(sky.down, place.cluster)
+        await in_thread(sky.down, place.cluster)

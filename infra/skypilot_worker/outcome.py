@@ -37,7 +37,8 @@ def outcome_of(state: JobState | None, flow_state: str | None, *, lost: str | No
     """What the end of the infrastructure means for its flow run.
 
     `state`: how the job ended; None when its cluster was lost, for the reason `lost`. `flow_state`: the type of the
-    flow run's state at that time, for example RUNNING.
+    flow run's state at that time, for example RUNNING; None when Prefect did not answer: a crash is then proposed, and
+    refused by the server where the flow run had ended.
     """
     code = LOST if state is None else CODES[state]
     if flow_state in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
@@ -51,4 +52,4 @@ def outcome_of(state: JobState | None, flow_state: str | None, *, lost: str | No
     if flow_state in ("PENDING", "RUNNING"):
         did = "without starting the flow run" if flow_state == "PENDING" else "without finishing the flow run"
         return Outcome(1, f"The job ended with code 0 {did}.")
-    return Outcome(0)  # SCHEDULED (a retry is due) or PAUSED: the flow run gave its machines back on purpose
+    return Outcome(0)  # SCHEDULED (a retry is due), PAUSED: machines given back on purpose; or nobody knows

@@ -47,8 +47,7 @@ class SkySdk:
                 retry_until_up=retry_until_up,
             )
             sky.stream_and_get(request, output_stream=lines)
-        except (exceptions.RequestCancelled, KeyboardInterrupt):
-            # The server interrupts the request of a launch whose cluster is brought down.
+        except exceptions.RequestCancelled:  # the server ends the request of a launch whose cluster is brought down
             raise LaunchAborted(f"the launch of {cluster} was called off") from None
         except Exception as error:
             raise LaunchFailed(one_line(error)) from error

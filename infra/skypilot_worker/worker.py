@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
+import httpx
 from prefect.exceptions import InfrastructureNotAvailable, InfrastructureNotFound, ObjectNotFound
 from prefect.states import Cancelled, Crashed
 from prefect.utilities.engine import propose_state
@@ -68,7 +69,8 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
             )
         if job.own_cluster and configuration.autostop_minutes and not stops_by_itself(task):
             logger.info(
-                "No autostop on Slurm: should this worker be gone when the job ends, run: sky down %s", job.place
+                "No autostop on Slurm: should this worker be gone when the job ends, run: sky down %s",
+                job.place.cluster,
             )
         if task_status is not None:
             task_status.started(str(job.place))
@@ -78,7 +80,11 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
             around.start_soon(self._relay, flow_run, output, configuration.stream_output)
             outcome = await self._drive(flow_run, job, output)
             around.cancel_scope.cancel()
-        await self._settle(flow_run, job, outcome, output)
+        try:
+            await self._report(flow_run, outcome, output)
+        finally:
+            if job.own_cluster:
+                await self._give_back(flow_run, job)
         return SkyWorkerResult(identifier=str(job.place), status_code=outcome.code)
 
     async def kill_infrastructure(
@@ -147,17 +153,18 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
                 await anyio.sleep(min(1.0, job.configuration.poll_s))  # its state follows its output shortly
                 ended = anyio.Event()
 
-    async def _settle(self, flow_run: FlowRun, job: Flight, outcome: Outcome, output: Output) -> None:
-        """Say what happened, then give the machines back."""
-        logger = self.get_flow_run_logger(flow_run)
+    async def _report(self, flow_run: FlowRun, outcome: Outcome, output: Output) -> None:
+        """Say what the flow run could not say itself. Raises httpx.HTTPError when Prefect does not answer."""
         if outcome.cancelled:
             await self.client.set_flow_run_state(flow_run.id, Cancelled(message="Cancelled, its job too."), force=True)
         elif outcome.crash is not None:
             if last := output.last():
-                logger.error("The last lines of the job's output:\n%s", last)
+                self.get_flow_run_logger(flow_run).error("The last lines of the job's output:\n%s", last)
             await propose_state(self.client, Crashed(message=outcome.crash), flow_run_id=flow_run.id)
-        if not job.own_cluster:
-            return
+
+    async def _give_back(self, flow_run: FlowRun, job: Flight) -> None:
+        """Bring the flow run's own cluster down; says so in its log when that does not work."""
+        logger = self.get_flow_run_logger(flow_run)
         for attempt in range(1, DOWN_TRIES + 1):
             try:
                 await job.down()
@@ -175,7 +182,7 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
             while wanted and not output.flow_started:
                 await anyio.sleep(2.0)
                 output.flush()
-                output.flow_started = await self._flow_state(flow_run) not in ("SCHEDULED", "PENDING")
+                output.flow_started = await self._flow_state(flow_run) not in ("SCHEDULED", "PENDING", None)
         finally:
             if wanted:
                 output.flush()
@@ -186,6 +193,9 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
             state = (await self.client.read_flow_run(flow_run.id)).state
         except ObjectNotFound:
             return "CANCELLED"  # deleted: nobody wants it any more
+        except httpx.HTTPError as error:
+            self._logger.warning("Prefect does not answer about flow run %s: %s", flow_run.id, error)
+            return None
         return state.type.value if state is not None else None
 
     def _show(self, line: str) -> None:
