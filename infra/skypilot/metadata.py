@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import httpx
@@ -63,6 +64,16 @@ class Metadata:
         except httpx.HTTPError:
             pass
         return NOWHERE
+
+
+def of_machine(environment: Mapping[str, str]) -> Metadata:
+    """The metadata server of this machine. Where SkyPilot says that it runs on something else (Slurm, another cloud),
+    nobody is asked: the link-local address may be anybody's there. Kubernetes can be on top of either."""
+    try:
+        cloud = str(json.loads(environment.get("SKYPILOT_CLUSTER_INFO") or "{}").get("cloud") or "")
+    except (ValueError, AttributeError):
+        cloud = ""
+    return Metadata() if cloud.lower() in ("", "aws", "gcp", "kubernetes") else Metadata(_cloud=NOWHERE)
 
 
 def _aws_notice(text: str) -> str:

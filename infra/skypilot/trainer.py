@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import click
 
@@ -19,8 +19,12 @@ from sprawl.config import load_config, parse_config
 from sprawl.errors import SprawlError
 
 
-def run_command(environment: Mapping[str, str]) -> list[str]:
-    """The command that starts or resumes the run on this node. Raises SprawlError for a wrong config or board."""
+def run_command(environment: Mapping[str, str], driver: Sequence[str] = ()) -> list[str]:
+    """The command that starts or resumes the run on this node. Raises SprawlError for a wrong config or board.
+
+    `driver`: what drives the run in the place of `sprawl run`, for example the command of a Prefect flow run. The first
+    process of the first node becomes it; all others serve its trainer.
+    """
     board = required(environment, "SPRAWL_BOARD")
     run_id = environment.get("SPRAWL_RUN_ID", "")
     source = environment.get("SPRAWL_CONFIG") or "configs/tiny.yaml"
@@ -37,6 +41,8 @@ def run_command(environment: Mapping[str, str]) -> list[str]:
     arguments = ["sprawl.cli", "run", source, *which, "--board", board, "--runner", "plain", "--fleet", "none"]
     nodes = read_nodes(environment)
     per_node = processes_per_node(config.policy.processes, nodes)
+    if driver:
+        arguments = ["infra.skypilot.rank", *driver]
     if config.policy.processes == 1:
         return [sys.executable, "-m", *arguments]
     return torchrun_argv(nodes, per_node, arguments)
@@ -49,15 +55,16 @@ def required(environment: Mapping[str, str], name: str) -> str:
     return environment[name]
 
 
-@click.command()
+@click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("what", type=click.Choice(["fabric", "run"]))
-def main(what: str) -> None:
-    """Check the network between the nodes, or start this node's trainer processes."""
+@click.argument("driver", nargs=-1, type=click.UNPROCESSED)
+def main(what: str, driver: tuple[str, ...]) -> None:
+    """Check the network between the nodes, or start this node's trainer processes; DRIVER drives them."""
     nodes = read_nodes(os.environ)
     if (device := interface_of(nodes.ip)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
     if what == "run":
-        argv = run_command(os.environ)
+        argv = run_command(os.environ, driver)
         os.execv(argv[0], argv)
     mode = os.environ.get("SPRAWL_FABRIC") or "require"
     if mode not in ("require", "allow-tcp", "off"):
