@@ -36,6 +36,7 @@ CARRIED: Mapping[str, Any] = {
     "board": None,
     "run_id": None,
     "overrides": None,
+    "fleet": "local",
     "segment": SEGMENT,
 }
 

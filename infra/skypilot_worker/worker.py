@@ -116,14 +116,14 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
         except LaunchAborted as error:
             return outcome_of(None, await self._flow_state(flow_run), lost=str(error))
         except LaunchFailed as error:
-            state = await self._flow_state(flow_run)
-            outcome = outcome_of(None, state, lost=str(error))
+            outcome = outcome_of(None, await self._flow_state(flow_run), lost=str(error))
             return Outcome(1, f"SkyPilot could not launch: {error}") if outcome.crash else outcome
         # Cancelled while the launch was queued and there was no cluster to bring down yet.
         if await self._flow_state(flow_run) in ("CANCELLED", "CANCELLING"):
             return outcome_of(JobState.CANCELLED, await self._flow_state(flow_run))
         async with anyio.create_task_group() as around:
             ended = anyio.Event()
+            state: JobState | None
             around.start_soon(job.follow, output, ended)
             try:
                 state, lost = await self._wait(flow_run, job, ended), None
@@ -152,6 +152,7 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
                 await ended.wait()
                 await anyio.sleep(min(1.0, job.configuration.poll_s))  # its state follows its output shortly
                 ended = anyio.Event()
+            state: JobState | None
 
     async def _report(self, flow_run: FlowRun, outcome: Outcome, output: Output) -> None:
         """Say what the flow run could not say itself. Raises httpx.HTTPError when Prefect does not answer."""

@@ -149,6 +149,7 @@ def test_a_flow_run_names_its_run_before_anything_of_it_exists(told: Server, ses
     assert told.claimed[0] | {"segment": 0} == {
         "config": "configs/tiny.yaml",
         "overrides": ["steps=3"],
+        "fleet": "local",
         "segment": 0,
         "attempt": 0,
         "board": "/board",
@@ -216,7 +217,7 @@ def test_a_long_run_is_a_chain_of_flow_runs(told: Server, session: FakeSession) 
     first = post_train(segment=2)
     assert first == {"run_id": "tiny-1", "steps": 2, "next": "http://ui/next"}
     assert told.names == ["tiny-1 1-2"]
-    following = {"config": "configs/tiny.yaml", "segment": 2, "resume": "tiny-1", "board": "/nowhere"}
+    following = {"config": "configs/tiny.yaml", "fleet": "local", "segment": 2, "resume": "tiny-1", "board": "/nowhere"}
     assert told.successors == [("tiny-1", 2, following)]
     assert ("finish", 2) not in session.calls
     assert post_train(segment=2)["steps"] == 3  # type: ignore[index]

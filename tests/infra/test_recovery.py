@@ -70,6 +70,7 @@ def test_the_next_one_names_the_run_and_counts() -> None:
         "run_id": "r",
         "board": "/b",
         "overrides": ["steps=3"],
+        "fleet": "local",
         "resume": None,
         "segment": SEGMENT,
         "attempt": 5,
