@@ -152,7 +152,6 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
                 await ended.wait()
                 await anyio.sleep(min(1.0, job.configuration.poll_s))  # its state follows its output shortly
                 ended = anyio.Event()
-            state: JobState | None
 
     async def _report(self, flow_run: FlowRun, outcome: Outcome, output: Output) -> None:
         """Say what the flow run could not say itself. Raises httpx.HTTPError when Prefect does not answer."""
