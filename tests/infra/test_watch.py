@@ -25,9 +25,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
 @pytest.fixture
 def client() -> Iterator[SyncPrefectClient]:
     with get_client(sync_client=True) as client:
+        _forget_all(client)
         yield client
-        for automation in client.read_automations():
-            client.delete_automation(automation.id)
+        _forget_all(client)
+
+
+def _forget_all(client: SyncPrefectClient) -> None:
+    for automation in client.read_automations():
+        client.delete_automation(automation.id)
 
 
 def by_name(client: SyncPrefectClient) -> dict[str, object]:
@@ -69,11 +74,15 @@ def test_alerts_reach_a_block_and_go_on_reaching_it(client: SyncPrefectClient) -
             install(client, notify=wrong)
 
 
-def test_every_nth_version_starts_the_evaluation_of_that_version(client: SyncPrefectClient) -> None:
+def test_every_nth_version_starts_the_evaluation_of_that_version(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SprawlError, match=re.escape("choose one of 1, 5, 10, 20")):
         install(client, evaluate_every=7)
-    with pytest.raises(SprawlError, match="no deployment evaluate/local"):
-        install(client, evaluate_every=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "EVALUATE_DEPLOYMENT", "evaluate/nowhere")
+        with pytest.raises(SprawlError, match="no deployment evaluate/nowhere"):
+            install(client, evaluate_every=20)
     deployment = client.create_deployment(flow_id=client.create_flow_from_name("evaluate"), name="local")
     assert install(client, evaluate_every=20)[EVALUATION] == "created"
     assert install(client, evaluate_every=20)[EVALUATION] == "unchanged"
