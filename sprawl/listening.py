@@ -9,6 +9,10 @@ import socket
 from sprawl.errors import SprawlError
 
 
+class AddressTaken(SprawlError):
+    """Somebody else listens there."""
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`."""
     if host == "localhost":
@@ -23,7 +27,7 @@ def listen_on(host: str, port: int, *, option: str, any_port: str) -> socket.soc
     """A listening socket; port 0 takes any free one. `option` and `any_port` say what a user would change and how to
     ask for any port.
 
-    Raises SprawlError: the port is taken, or the host is not ours.
+    Raises AddressTaken, and SprawlError when the host is not ours.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -39,7 +43,7 @@ def listen_on(host: str, port: int, *, option: str, any_port: str) -> socket.soc
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise SprawlError(
+            raise AddressTaken(
                 f"port {port} on {host} is taken", f"choose another with {option}, or {any_port} for any free one"
             ) from None
         raise SprawlError(f"cannot listen on {host} port {port}: {error.strerror}", f"check {option}") from None

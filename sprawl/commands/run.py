@@ -25,13 +25,16 @@ def _options(function):
         click.option("--fleet", default="local", show_default=True, help=FLEET_HELP),
         click.option("--up", is_flag=True, help="Start the local Prefect stack first if it is not running."),
         click.option("--no-page", is_flag=True, help="Draw no HTML report at the end (with --runner plain)."),
-        click.option("--metrics", envvar="SPRAWL_METRICS", metavar="HOST:PORT", help=METRICS_HELP),
+        click.option("--metrics", metavar="HOST:PORT", help=METRICS_HELP),
     ):
         function = option(function)
     return function
 
 
-METRICS_HELP = "Answer Prometheus here while the run trains: /metrics, and /targets to find its islands."
+METRICS_HELP = (
+    "Answer Prometheus here while the run trains: /metrics, and /targets to find its islands.  [default: "
+    "SPRAWL_METRICS, if that is free]"
+)
 FLEET_HELP = (
     "Who starts islands and anchor. local: this process; none: somebody else (sky/*.yaml, `sprawl fleet run`), and the "
     "run waits for them; sky: SkyPilot jobs."

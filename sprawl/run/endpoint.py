@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 from sprawl.board.ledger import is_live
 from sprawl.board.records import IslandRecord
 from sprawl.errors import SprawlError
-from sprawl.listening import is_loopback, listen_on, url_of
+from sprawl.listening import AddressTaken, is_loopback, listen_on, url_of
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,22 @@ def bind(address: str, token: str | None) -> tuple[socket.socket, str]:
         )
     listener = listen_on(host, port, option="--metrics", any_port=f"--metrics {host}:0")
     return listener, url_of(host, listener, tls=False)
+
+
+def bind_wanted(given: str | None, token: str | None) -> tuple[socket.socket, str] | None:
+    """As `bind`, at the address given for this run, else at the one in SPRAWL_METRICS; None without either.
+
+    All runs of a worker share the one in the environment: where another run has it, or a stopped process of this run
+    that was taken for dead, a run goes on without an endpoint. Raises SprawlError as `bind` does otherwise.
+    """
+    shared = os.environ.get("SPRAWL_METRICS")
+    if given or not shared:
+        return bind(given, token) if given else None
+    try:
+        return bind(shared, token)
+    except AddressTaken as error:
+        log.warning("no metrics for Prometheus from this run: %s", error)
+        return None
 
 
 class Endpoint:

@@ -20,7 +20,7 @@ class RunOptions:
     fleet: str = "local"
     log_dir: Path | None = None  # default: <cwd>/.sprawl/logs/<run_id>
     page: bool = True  # the HTML report at the end
-    metrics: str | None = None  # HOST:PORT of the Prometheus endpoint; None: as SPRAWL_METRICS says, else none
+    metrics: str | None = None  # HOST:PORT of the Prometheus endpoint; None: SPRAWL_METRICS if that is free, else none
 
 
 def absolute_board(board: str) -> str:

@@ -44,7 +44,7 @@ from sprawl.run.base_model import BaseModel
 from sprawl.run.collector import Collected, Collector
 from sprawl.run.controller import Controller
 from sprawl.run.crew import Crew
-from sprawl.run.endpoint import Endpoint, bind
+from sprawl.run.endpoint import Endpoint, bind_wanted
 from sprawl.run.fleet import Fleet, FleetContext, open_fleet
 from sprawl.run.launch import launched_processes
 from sprawl.run.metrics import TrainerMetrics
@@ -112,8 +112,8 @@ class RunSession:
         Raises SprawlError: missing board or run, wrong config, a base model that cannot be had, keys that do not fit.
         """
         signer, trust = environment_keys()
-        address, token = options.metrics or os.environ.get("SPRAWL_METRICS"), os.environ.get("SPRAWL_TOKEN") or None
-        listening = bind(address, token) if address else None
+        token = os.environ.get("SPRAWL_TOKEN") or None
+        listening = bind_wanted(options.metrics, token)
         if options.resume is not None:
             store = open_store(options.board)
             run_id = resolve_run(store, options.resume)

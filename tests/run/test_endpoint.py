@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sprawl.board.records import IslandRecord
 from sprawl.errors import SprawlError
-from sprawl.run.endpoint import Endpoint, bind, parse_address, targets
+from sprawl.run.endpoint import Endpoint, bind, bind_wanted, parse_address, targets
 from sprawl.run.metrics import TrainerMetrics
 from tests.report.plausible import make_evaluation, make_event, make_island, make_step
 
@@ -147,3 +147,27 @@ def test_addresses() -> None:
         taken.listen()
         with pytest.raises(SprawlError, match="is taken"):
             bind(f"127.0.0.1:{taken.getsockname()[1]}", None)
+
+
+def test_a_shared_address_that_is_taken_costs_the_endpoint_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a stopped process of the same run still holds it; an address given for this run alone is an error."""
+    monkeypatch.delenv("SPRAWL_METRICS", raising=False)
+    assert bind_wanted(None, None) is None
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = f"127.0.0.1:{holder.getsockname()[1]}"
+        monkeypatch.setenv("SPRAWL_METRICS", taken)
+        assert bind_wanted(None, None) is None
+        assert "is taken" in caplog.text
+        with pytest.raises(SprawlError, match="is taken"):
+            bind_wanted(taken, None)
+        monkeypatch.setenv("SPRAWL_METRICS", "0.0.0.0:0")
+        with pytest.raises(SprawlError, match="SPRAWL_TOKEN"):
+            bind_wanted(None, None)
+    monkeypatch.setenv("SPRAWL_METRICS", "127.0.0.1:0")
+    found = bind_wanted(None, None)
+    assert found is not None
+    found[0].close()
