@@ -146,7 +146,8 @@ def sign_strength(age: int | None, history: Sequence[Observation], config: Contr
     span = max(1, circuit.fire_every - config.fresh)
     strength = min(1.0, max(0.0, 1 - (age - config.fresh) / span))
     probe = next((seen for seen in reversed(history) if seen.dense_sign_agreement is not None), None)
-    if probe is not None and probe.dense_sign_agreement is not None and probe.sign_fire == history[-1].sign_fire:
+    fire = history[-1].step + 1 - age if history else None  # of the map that the coming step uses
+    if probe is not None and probe.dense_sign_agreement is not None and probe.sign_fire == fire:
         strength *= min(1.0, max(0.0, (probe.dense_sign_agreement - 0.5) / 0.1))
     return max(config.sign_floor, strength)
 

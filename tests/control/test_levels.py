@@ -146,6 +146,8 @@ def test_strength_falls_with_age_and_with_measured_agreement() -> None:
     # The agreement was measured with another map: it says nothing about this one.
     other = [*probed, seen(61, random.Random(0), sign_fire=60)]
     assert sign_strength(1, other, ON, CIRCUIT) == 1.0
+    # A new map came for this very step: what was measured with the one before says nothing either.
+    assert sign_strength(1, [seen(60, random.Random(0), dense_sign_agreement=0.4)], ON, CIRCUIT) == 1.0
 
 
 def test_decisions_are_a_function_of_what_is_written_down() -> None:
