@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 from prefect import flow
 from prefect.client.orchestration import PrefectClient, get_client
@@ -20,11 +21,12 @@ from prefect.states import Cancelling, Completed, Pending, Running, State
 from infra.skypilot_worker import SkyJobConfiguration, SkyWorker
 from infra.skypilot_worker.port import InfrastructureError, JobPlace, JobState
 from infra.skypilot_worker.task import COMMAND
+from tests.conftest import PATIENCE
 from tests.infra.skypilot_worker.fake import FakeSky
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "no_real_sky")
 POOL = "sky-test"
-WAIT_S = 30.0
+WAIT_S = 60.0 * PATIENCE
 
 
 @pytest.fixture
@@ -48,6 +50,7 @@ class Scene:
     configuration: SkyJobConfiguration
     sky: FakeSky
     place: JobPlace | None = None
+    stopped: bool = False  # set by a story: the worker is stopped when the story ends
 
     async def until(self, event: threading.Event) -> None:
         assert await asyncio.to_thread(event.wait, WAIT_S)
@@ -94,6 +97,8 @@ def play(story: Story, sky: FakeSky, **values: Any) -> tuple[Scene, int]:
                 async with anyio.create_task_group() as group:
                     scene.place = JobPlace.parse(await group.start(work))
                     await story(scene)
+                    if scene.stopped:
+                        group.cancel_scope.cancel()
             return scene, code
 
     return asyncio.run(run())
@@ -192,12 +197,45 @@ def test_a_silent_api_server_is_asked_again() -> None:
     async def silence(scene: Scene) -> None:
         await scene.until(sky.running)
         sky.silent = 5
-        await asyncio.sleep(0.5)
-        assert sky.silent == 0
+        while sky.silent:  # each poll finds nobody
+            await asyncio.sleep(0.05)
         await completes(scene)
 
     scene, code = play(silence, sky)
     assert (code, final(scene).type.value) == (0, "COMPLETED")
+
+
+def test_prefect_that_does_not_answer_keeps_no_machine() -> None:
+    sky = FakeSky()
+
+    async def silence(scene: Scene) -> None:
+        async def read(flow_run_id: Any) -> FlowRun:
+            raise httpx.ConnectError("nobody there")
+
+        await scene.until(sky.running)
+        scene.worker.client.read_flow_run = read  # type: ignore[method-assign]
+        sky.end(scene.cluster, JobState.FAILED)
+
+    scene, code = play(silence, sky)
+    assert code != 0
+    assert sky.clusters == {}
+    assert final(scene).type.value == "CRASHED"
+
+
+def test_a_stopped_worker_leaves_the_job_running() -> None:
+    sky = FakeSky(output=("a line",))
+
+    async def stopped(scene: Scene) -> None:
+        await scene.until(sky.running)
+        await scene.set(Running())
+        scene.stopped = True
+
+    scene, _ = play(stopped, sky)
+    assert list(sky.clusters) == [scene.cluster]
+    assert final(scene).type.value == "RUNNING"
+    waiting = [thread for thread in threading.enumerate() if thread.name.startswith("sky ")]
+    assert all(thread.daemon for thread in waiting), "a worker that ends waits for no output"
+    sky.end(scene.cluster, JobState.SUCCEEDED)
 
 
 async def kill(scene: Scene) -> None:
