@@ -67,9 +67,9 @@ $(VLLM): pyproject.toml
 test-vllm: $(VLLM) ## tests that start real vLLM servers, on the CPU; 3 GB of memory, 15 to 40 minutes
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm --durations=0
 
-# Fifty strikes of kill -9 against flow, worker and server of a run, and a flow run that is stopped for two minutes.
+# kill -9 of flow, worker and server of a run, fifty in all, and a flow run that is stopped for two minutes.
 test-chaos: $(DEV) ## kill flow, worker and server of a run fifty times (long)
-	SPRAWL_CHAOS_STRIKES=$${SPRAWL_CHAOS_STRIKES:-50} OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" \
+	SPRAWL_CHAOS_KILLS=$${SPRAWL_CHAOS_KILLS:-50} OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" \
 		$(BIN)/pytest tests/chaos/test_kills_prefect.py -s -o timeout=0
 
 lint: $(DEV) ## ruff: rules and format

@@ -162,9 +162,10 @@ class Stack:
     # -- start
 
     def _choose_port(self, asked: int | None, state: State | None) -> tuple[int, tuple[str, ...]]:
-        """The server's port, and what to say about it. Flow runs and worker that live know a port already."""
-        if asked is None and state and ((state.worker and state.worker.alive) or self._flows()):
-            asked = state.port
+        """The server's port, and what to say about it. One that died comes back where it was, if it can."""
+        if asked is None and state:
+            needed = (state.worker and state.worker.alive) or self._flows()
+            asked = state.port if needed or ports.is_free(state.port) else None
         if asked is None:
             if ports.is_free(DEFAULT_PORT):
                 return DEFAULT_PORT, ()

@@ -2,7 +2,7 @@
 
 Nobody starts anything again by hand: the automation resumes crashed flow runs, and `sprawl up`, called every few
 seconds as `sprawl up --keep` does, brings back what died and finds what the events missed. The run must end with the
-bits of the undisturbed one. Four strikes here; `make test-chaos` makes fifty, and takes the time that needs.
+bits of the undisturbed one. Six kills here; `make test-chaos` makes fifty, and takes the time that needs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,25 @@ from infra.recovery import automations, install
 from sprawl.board.verify import verify_board
 from tests.chaos.stack_scene import LIMIT_S, PARTS, Scene, overrides, scene
 
-STRIKES = int(os.environ.get("SPRAWL_CHAOS_STRIKES", "4"))
-FULL = STRIKES >= 50
-STEPS = max(12, STRIKES + 4)
+KILLS = int(os.environ.get("SPRAWL_CHAOS_KILLS", "6"))
+FULL = KILLS >= 50
+
+
+def plan_strikes(kills: int, chance: random.Random) -> list[tuple[str, ...]]:
+    """Which parts are hit, a strike each, until there are so many kills: every combination as often as the others, in
+    a random order."""
+    if kills <= 6:
+        return [("flow",), ("worker",), ("server",), PARTS]
+    combinations = [parts for size in (1, 2, 3) for parts in itertools.combinations(PARTS, size)]
+    planned: list[tuple[str, ...]] = []
+    while sum(len(parts) for parts in planned) < kills:
+        planned += chance.sample(combinations, len(combinations))
+    return planned
+
+
+CHANCE = random.Random(os.environ.get("SPRAWL_CHAOS_SEED", "1"))
+STRIKES = plan_strikes(KILLS, CHANCE)
+STEPS = max(12, len(STRIKES) + 4)
 # In the environment of everything that runs here, under names that really carry secrets.
 SECRETS = {
     "SPRAWL_TOKEN": "planted-4d1f-island-token",
@@ -107,32 +123,22 @@ def check(stage: Scene, run_id: str) -> None:
     assert [event.message for event in hurt.events() if event.kind == "violation"] == []
 
 
-def strikes(count: int, chance: random.Random) -> list[tuple[str, ...]]:
-    """Which parts are hit: every combination as often as the others, in a random order."""
-    combinations = [parts for size in (1, 2, 3) for parts in itertools.combinations(PARTS, size)]
-    if count < len(combinations):
-        return [("flow",), ("worker",), ("server",), PARTS][:count]
-    rounds = [chance.sample(combinations, len(combinations)) for _ in range(count // len(combinations) + 1)]
-    return list(itertools.chain.from_iterable(rounds))[:count]
-
-
 def test_kills_at_random_times_change_nothing(stage: Scene, calm: str) -> None:
-    chance = random.Random(os.environ.get("SPRAWL_CHAOS_SEED", "1"))
     began = time.monotonic()
     start("hurt")
-    for number, parts in enumerate(strikes(STRIKES, chance), start=1):
+    for number, parts in enumerate(STRIKES, start=1):
         # Spread over the run: one strike a step, somewhere in it.
         stage.wait(lambda at=number: stage.head("hurt") >= at, f"step {number}")
         stage.wait(lambda: bool(stage.flows()), "a flow run")
-        time.sleep(chance.uniform(0, 3))
-        stage.say(f"strike {number} of {STRIKES} after step {stage.head('hurt')}")
+        time.sleep(CHANCE.uniform(0, 3))
+        stage.say(f"strike {number} of {len(STRIKES)} after step {stage.head('hurt')}")
         stage.kill(parts)
-        if "flow" in parts and chance.random() < 0.3:  # and once more, while it starts
-            time.sleep(chance.uniform(0, 5))
+        if "flow" in parts and CHANCE.random() < 0.3:  # and once more, while it starts
+            time.sleep(CHANCE.uniform(0, 5))
             stage.wait(lambda: bool(stage.flows()), "a flow run that follows")
-            time.sleep(chance.uniform(0, 5))
+            time.sleep(CHANCE.uniform(0, 5))
             stage.kill(("flow",))
-        time.sleep(chance.uniform(0, 5))
+        time.sleep(CHANCE.uniform(0, 5))
         stage.up()
     stage.wait(lambda: stage.finished("hurt"), "the end of the run")
     stage.wait(lambda: not stage.flows(), "the last flow run to end")
@@ -142,7 +148,7 @@ def test_kills_at_random_times_change_nothing(stage: Scene, calm: str) -> None:
     assert {state for _, state, _ in chain[:-1]} <= {"Crashed", "Cancelled", "Completed"}
     kills = sum(stage.killed.values())
     report = {
-        "strikes": STRIKES,
+        "strikes": len(STRIKES),
         "kills": kills,
         "of": stage.killed,
         "steps": STEPS,
@@ -155,7 +161,7 @@ def test_kills_at_random_times_change_nothing(stage: Scene, calm: str) -> None:
     Path(os.environ.get("SPRAWL_CHAOS_REPORT", stage.place / "chaos.json")).write_text(
         json.dumps({**report, "log": stage.log}, indent=2)
     )
-    assert kills >= STRIKES
+    assert kills >= KILLS
 
 
 def test_silence_is_taken_for_a_crash_and_a_crash_starts_the_run_again(stage: Scene) -> None:

@@ -148,6 +148,17 @@ def test_the_worker_of_a_server_that_died_goes_on_with_the_next_one(
         worker.wait(20)
 
 
+def test_a_stack_of_which_nothing_lives_comes_back_where_it_was_unless_the_port_is_gone(
+    tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "DEFAULT_PORT", taken)
+    dead, port = ProcessId(1, 0.0), free_port()
+    assert Stack(tmp_path)._choose_port(None, State(port, dead, dead)) == (port, ())
+    chosen, notes = Stack(tmp_path)._choose_port(None, State(taken, dead, dead))
+    assert chosen != taken
+    assert len(notes) == 1
+
+
 def test_a_port_that_a_stranger_took_is_not_given_to_the_server_that_comes_back(tmp_path: Path, taken: int) -> None:
     """The living worker knows the old port: another one would leave it alone."""
     home = tmp_path / ".sprawl"
