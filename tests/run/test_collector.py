@@ -198,7 +198,7 @@ def test_pinned_versions_are_sampled_in_the_order_of_the_steps(monkeypatch: pyte
         return client
 
     monkeypatch.setattr(Collector, "_open_client", opened)
-    monkeypatch.setattr("sprawl.run.collector.response_text", lambda tokenizer, ids: tokenizer.decode(ids))
+    monkeypatch.setattr("sprawl.run.groups.response_text", lambda tokenizer, ids: tokenizer.decode(ids))
     config = make_config(
         deterministic=True,
         anchor={"enabled": False},

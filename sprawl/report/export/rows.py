@@ -39,6 +39,7 @@ FLAT = {  # columns that every row has, in this order; after them come seconds/<
     "dense_step": bool,
     "sign_fire": int,
     "sign_age": int,
+    "sign_weights_age": int,
     "sign_agreement": float,
     "gradient/cosine": float,
     "gradient/norm_ratio": float,
@@ -47,6 +48,18 @@ FLAT = {  # columns that every row has, in this order; after them come seconds/<
     "gradient/dense_sign_agreement": float,
     "staleness": float,
     "staleness_max": int,
+    "feed/discarded": int,
+    "feed/failed": int,
+    "feed/in_flight": int,
+    "feed/ready": int,
+    "feed/queue_seconds": float,
+    "feed/queue_seconds_max": float,
+    "control/level": int,
+    "control/sign_strength": float,
+    "control/lr_scale": float,
+    "control/dense": bool,
+    "control/probe": bool,
+    "control/fire": int,
     "bytes/boundary": int,
     "bytes/boundary_dense": int,
     "bytes/boundary_padding": int,
@@ -65,7 +78,16 @@ FLAT = {  # columns that every row has, in this order; after them come seconds/<
 
 # What identifies a step or says how it was made, and what may be entered long after it: no curve of the step.
 NO_CURVE = frozenset(
-    {"step", "version", "finished_at", "kind", "sign_fire", "evaluation/accuracy", "evaluation/problems"}
+    {
+        "step",
+        "version",
+        "finished_at",
+        "kind",
+        "sign_fire",
+        "control/fire",
+        "evaluation/accuracy",
+        "evaluation/problems",
+    }
 )
 
 
@@ -74,7 +96,7 @@ def row(record: StepRecord, evaluation: EvaluationRecord | None = None) -> dict[
     plain = record.model_dump(exclude={"format", "seconds", "islands"})
     views = {name: plain.pop(name) for name in ("entropy", "kl")}
     wires = {name: plain.pop(name) for name in ("boundary", "delta", "sign")}
-    gradient = plain.pop("gradient") or {}
+    groups = {name: plain.pop(name) or {} for name in ("gradient", "feed", "control")}
     plain["mismatch/codec"] = plain.pop("mismatch")
     plain["mismatch/dense"] = plain.pop("mismatch_dense")
     for name in ("boundary_padding", "probe_bytes", "basis_bytes"):
@@ -83,8 +105,8 @@ def row(record: StepRecord, evaluation: EvaluationRecord | None = None) -> dict[
         plain[f"{name}/codec"], plain[f"{name}/dense"] = view["compression"], view["dense"]
     for name, wire in wires.items():
         plain[f"bytes/{name}"], plain[f"bytes/{name}_dense"] = wire["sent"], wire["dense"]
-    for name, value in gradient.items():
-        plain[f"gradient/{name}"] = value
+    for group, values in groups.items():  # of the stream and the controller only what has a column: no lists, no texts
+        plain |= {f"{group}/{name}": value for name, value in values.items() if f"{group}/{name}" in FLAT}
     if evaluation is not None:
         plain["evaluation/accuracy"], plain["evaluation/problems"] = evaluation.accuracy, evaluation.problems
     seconds: dict[str, Any] = {f"seconds/{name}": value for name, value in sorted(record.seconds.items())}

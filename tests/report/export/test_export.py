@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
-from sprawl.board.records import GradientViews
+from sprawl.board.records import ControlRecord, GradientViews
 from sprawl.board.store import MemoryStore, open_store
 from sprawl.cli import cli
 from sprawl.errors import SprawlError
@@ -21,7 +21,7 @@ from sprawl.report.data import RunData
 from sprawl.report.export import board, parquet, tensorboard
 from sprawl.report.export.board import MetricsExport, export_to_board
 from sprawl.report.export.rows import FLAT, curves, row
-from tests.report.plausible import make_evaluation, make_run, make_run_record, make_step, put
+from tests.report.plausible import make_evaluation, make_feed, make_run, make_run_record, make_step, put
 
 RUN = "tiny-0001"
 
@@ -49,7 +49,8 @@ def store() -> MemoryStore:
 
 def test_a_row_has_every_number_of_a_step() -> None:
     gradient = GradientViews(cosine=0.2, norm_ratio=3.0, sign_agreement=0.6, corrected_cosine=0.5)
-    record = make_step(7, gradient=gradient, groups_sampled=20, probe_bytes=5)
+    feed, control = make_feed(3, 4, discarded=2), ControlRecord(level=2, lr_scale=0.5, fire=12, symptoms={"kl": "fast"})
+    record = make_step(7, gradient=gradient, groups_sampled=20, probe_bytes=5, feed=feed, control=control)
     entry = row(record, make_evaluation(7, 0.5))
     assert list(entry)[: len(FLAT)] == list(FLAT)
     assert (entry["entropy/codec"], entry["bytes/boundary"], entry["bytes/delta_dense"]) == (1.3, 470_000, 4202006)
@@ -57,7 +58,10 @@ def test_a_row_has_every_number_of_a_step() -> None:
     assert (entry["evaluation/accuracy"], entry["seconds/train"], entry["islands/island-0"]) == (0.5, 1.0, 8)
     assert (entry["bytes/probe"], entry["bytes/boundary_padding"], entry["bytes/basis"]) == (5, 0, 0)
     known = {"format", "entropy", "kl", "mismatch", "mismatch_dense", "boundary", "delta", "sign", "gradient"}
-    known |= {"seconds", "islands", "boundary_padding", "probe_bytes", "basis_bytes"}
+    assert (entry["feed/discarded"], entry["control/level"], entry["control/lr_scale"]) == (2, 2, 0.5)
+    assert entry["control/fire"] == 12
+    assert "control/fire" not in curves(entry)
+    known |= {"feed", "control", "seconds", "islands", "boundary_padding", "probe_bytes", "basis_bytes"}
     missing = set(type(record).model_fields) - known - set(entry)
     assert not missing, "a new field of StepRecord belongs in a row"
     assert all(name in FLAT or name.startswith(("seconds/", "islands/")) for name in entry)
