@@ -9,9 +9,10 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,6 +62,25 @@ def bind(address: str, token: str | None) -> tuple[socket.socket, str]:
         )
     listener = listen_on(host, port, option="--metrics", any_port=f"--metrics {host}:0")
     return listener, url_of(host, listener, tls=False)
+
+
+def bind_as_asked(asked: str | None, environment: Mapping[str, str] = os.environ) -> tuple[socket.socket, str] | None:
+    """Where a run answers: at `asked`, else at SPRAWL_METRICS; None: nowhere.
+
+    Raises SprawlError when `asked` cannot be. An address of the environment, which many processes share, that is taken
+    is only warned about: a run that another one's remains hold up could not be resumed.
+    """
+    token = environment.get("SPRAWL_TOKEN") or None
+    if asked:
+        return bind(asked, token)
+    address = environment.get("SPRAWL_METRICS")
+    if not address:
+        return None
+    try:
+        return bind(address, token)
+    except SprawlError as error:
+        log.warning("no metrics for Prometheus: %s", error)
+        return None
 
 
 class Endpoint:

@@ -41,7 +41,7 @@ from sprawl.rollout.trajectories import RolloutBatch, load_batch
 from sprawl.run.base_model import BaseModel
 from sprawl.run.collector import Collected, Collector
 from sprawl.run.crew import Crew
-from sprawl.run.endpoint import Endpoint, bind
+from sprawl.run.endpoint import Endpoint, bind_as_asked
 from sprawl.run.fleet import Fleet, FleetContext, open_fleet
 from sprawl.run.launch import launched_processes
 from sprawl.run.metrics import TrainerMetrics
@@ -108,8 +108,7 @@ class RunSession:
         Raises SprawlError: missing board or run, wrong config, a base model that cannot be had, keys that do not fit.
         """
         signer, trust = environment_keys()
-        address, token = options.metrics or os.environ.get("SPRAWL_METRICS"), os.environ.get("SPRAWL_TOKEN") or None
-        listening = bind(address, token) if address else None
+        listening = bind_as_asked(options.metrics)
         if options.resume is not None:
             store = open_store(options.board)
             run_id = resolve_run(store, options.resume)
@@ -143,11 +142,12 @@ class RunSession:
             trust=trust,
         )
         if listening is not None:
-            session.serve_metrics(*listening, token)
+            session.serve_metrics(*listening)
         return session
 
-    def serve_metrics(self, listener: socket.socket, url: str, token: str | None) -> None:
+    def serve_metrics(self, listener: socket.socket, url: str) -> None:
         """Answer Prometheus on `listener` until `close`."""
+        token = os.environ.get("SPRAWL_TOKEN") or None
         self._endpoint = Endpoint(listener, self.run_id, self._render_metrics, self.ledger.islands, token)
         log.info("metrics for Prometheus: %s/metrics", url)
 
