@@ -63,4 +63,5 @@ def wilson(correct: int, total: int) -> tuple[float, float]:
     z, share = 1.96, correct / total
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total)) / (1 + z * z / total)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Rounding must not leave the share itself outside.
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))

@@ -23,6 +23,7 @@ from tests.study.support import ledger, make_study, study_data
 @pytest.fixture
 def study_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(Path(__file__).parents[2] / "configs")  # where the study's base model is
     path = tmp_path / "three.yaml"
     path.write_text(yaml.safe_dump(study_data()))
     return path

@@ -28,7 +28,7 @@ def test_summary_and_live_table_say_how_the_stream_fared() -> None:
     assert summary["config"]["rollout.feed"] == "stream"
     assert summary["violations"] == []
     table = "\n".join(key_number_table(summary))
-    assert "| age of rollouts, versions | 1 on average, 3 at most |" in table
+    assert "| age of rollouts, versions | **1 on average, 3 at most** |" in table
     assert "3 groups too old (33.3\u00a0%), 8 in flight, waited 1 s" in table
 
 
