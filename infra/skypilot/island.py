@@ -126,6 +126,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every look at the metadata server
     try:
         sys.exit(main())
     except SprawlError as error:

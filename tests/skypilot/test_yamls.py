@@ -22,7 +22,7 @@ OWN = ROOT / ".venv-sky" / "bin" / "python"
 
 @functools.cache
 def interpreter() -> str | None:
-    """One that has SkyPilot: this one, or that of `make .venv-sky`. (`sky` alone is this checkout's folder.)"""
+    """One that has SkyPilot: this one, or that of .venv-sky. (`sky` alone is this checkout's folder.)"""
     for python in (sys.executable, str(OWN)):
         if Path(python).exists():
             found = subprocess.run([python, "-c", "import sky.jobs.constants"], cwd=ROOT, capture_output=True)
@@ -36,7 +36,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `tests.skypilot.offline` prints."""
     python = interpreter()
     if python is None:
-        pytest.skip("SkyPilot is not installed: `make .venv-sky` does it")
+        pytest.skip("SkyPilot is not installed: `make .venv-sky/.installed` does it")
     home = tmp_path_factory.mktemp("sky")
     environment = os.environ | {"HOME": str(home), "SKY_RUNTIME_DIR": str(home), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -114,7 +114,7 @@ def test_a_yaml_says_how_it_is_used_and_holds_no_logic(path: Path) -> None:
     for task in yaml.safe_load_all(text):
         for part in ("setup", "run"):
             if part in task:
-                assert re.fullmatch(r"bash sky/scripts/[a-z]+\.sh", task[part].strip())
+                assert re.fullmatch(r"bash sky/scripts/[a-z]+\.sh( \$\{PREFECT_FLOW_RUN_COMMAND:-\})?", task[part].strip())
                 assert (ROOT / task[part].split()[1]).is_file()
         for name, value in (task.get("secrets") or {}).items():
             assert value in (None, ""), name
