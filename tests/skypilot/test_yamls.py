@@ -114,7 +114,9 @@ def test_a_yaml_says_how_it_is_used_and_holds_no_logic(path: Path) -> None:
     for task in yaml.safe_load_all(text):
         for part in ("setup", "run"):
             if part in task:
-                assert re.fullmatch(r"bash sky/scripts/[a-z]+\.sh( \$\{PREFECT_FLOW_RUN_COMMAND:-\})?", task[part].strip())
+                assert re.fullmatch(
+                    r"bash sky/scripts/[a-z]+\.sh( \$\{PREFECT_FLOW_RUN_COMMAND:-\})?", task[part].strip()
+                )
                 assert (ROOT / task[part].split()[1]).is_file()
         for name, value in (task.get("secrets") or {}).items():
             assert value in (None, ""), name
