@@ -83,7 +83,8 @@ def _standing(data: RunData, summary: Mapping[str, Any]) -> str:
     text = f"step **{summary['steps']}**" + (f" of {planned}" if planned else "")
     pace = summary["seconds_per_step"]
     if summary["finished"]:
-        return f"{text}, finished {moment(data.last_result())}"
+        # Not the newest result: an evaluation may be entered days later.
+        return f"{text}, finished {moment(max(event.at for event in data.events if event.kind == 'finish'))}"
     if planned and pace and planned > summary["steps"]:
         text += f", about {duration((planned - summary['steps']) * pace)} left"
     return f"{text}, as of {moment(data.last_result())}"
