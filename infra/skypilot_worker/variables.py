@@ -146,7 +146,7 @@ class SkyJobConfiguration(SkyFields, BaseJobConfiguration):
     model_config = ConfigDict(extra="forbid")
 
     @classmethod
-    async def from_template_and_values(cls, base_job_template: dict[str, Any], values: dict[str, Any], client=None):  # type: ignore[no-untyped-def]
+    async def from_template_and_values(cls, base_job_template: dict[str, Any], values: dict[str, Any], client=None):
         """Also refuses variables that the pool does not have: Prefect itself would pass over them in silence."""
         known = base_job_template["variables"].get("properties", {})
         for name in values:

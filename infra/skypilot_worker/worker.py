@@ -116,8 +116,7 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
         except LaunchAborted as error:
             return outcome_of(None, await self._flow_state(flow_run), lost=str(error))
         except LaunchFailed as error:
-            state = await self._flow_state(flow_run)
-            outcome = outcome_of(None, state, lost=str(error))
+            outcome = outcome_of(None, await self._flow_state(flow_run), lost=str(error))
             return Outcome(1, f"SkyPilot could not launch: {error}") if outcome.crash else outcome
         # Cancelled while the launch was queued and there was no cluster to bring down yet.
         if await self._flow_state(flow_run) in ("CANCELLED", "CANCELLING"):
@@ -125,10 +124,11 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
         async with anyio.create_task_group() as around:
             ended = anyio.Event()
             around.start_soon(job.follow, output, ended)
+            state, lost = None, None
             try:
-                state, lost = await self._wait(flow_run, job, ended), None
+                state = await self._wait(flow_run, job, ended)
             except ClusterLost as error:
-                state, lost = None, str(error)
+                lost = str(error)
             around.cancel_scope.cancel()
         return outcome_of(state, await self._flow_state(flow_run), lost=lost)
 
