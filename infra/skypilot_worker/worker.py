@@ -125,10 +125,11 @@ class SkyWorker(BaseWorker[SkyJobConfiguration, SkyVariables, SkyWorkerResult]):
             ended = anyio.Event()
             state: JobState | None
             around.start_soon(job.follow, output, ended)
+            state, lost = None, None
             try:
-                state, lost = await self._wait(flow_run, job, ended), None
+                state = await self._wait(flow_run, job, ended)
             except ClusterLost as error:
-                state, lost = None, str(error)
+                lost = str(error)
             around.cancel_scope.cancel()
         return outcome_of(state, await self._flow_state(flow_run), lost=lost)
 
