@@ -42,7 +42,7 @@ class SkyFleet:
     SPRAWL_SKY_ANCHOR name other YAMLs."""
 
     start_s = 3600.0
-    settle_s = 60.0
+    settle_s = 120.0
 
     def __init__(
         self, context: FleetContext, jobs: Jobs | None = None, environment: Mapping[str, str] = os.environ

@@ -46,7 +46,7 @@ class FleetSettings(Section):
     start_limit_s: Seconds = Field(
         1200.0, description="From a machine's start to the island's first heartbeat: installing, the first keyframe."
     )
-    appear_limit_s: Seconds = Field(300.0, description="From the decision until the machine's request is known.")
+    appear_limit_s: Seconds = Field(600.0, description="From the decision until the machine's request is known.")
     lost_after_s: Seconds = Field(180.0, description="Silence of an island whose machine is said to run: replaced.")
     drain_limit_s: Seconds = Field(120.0, description="From the decision until a draining island is cancelled.")
     stall_s: Seconds = Field(3600.0, description="Islands are ready and no step has come for so long: none is kept.")

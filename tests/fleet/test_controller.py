@@ -189,7 +189,7 @@ def test_a_decision_on_an_old_state_is_not_carried_out() -> None:
     late.log._read = lambda number: None  # type: ignore[method-assign]  # it does not hear of what follows
     FleetLog(world.store, RUN).close("reaped")
     world.cloud.there.clear()
-    world.cloud.now += 400
+    world.cloud.now += world.settings.appear_limit_s + 1
     look = late.look()
     assert look.superseded
     assert world.cloud.there == {}
