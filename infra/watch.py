@@ -151,7 +151,7 @@ def _told(alert: Alert, known: Automation | None) -> list[Any]:
 
 def _evaluation(client: SyncPrefectClient, every: int) -> AutomationCore:
     from prefect.events.actions import RunDeployment
-    from prefect.events.schemas.automations import EventTrigger
+    from prefect.events.schemas.automations import EventTrigger, Posture
     from prefect.exceptions import ObjectNotFound
 
     from tasks.events import EVERY, VERSION_PUBLISHED
@@ -169,6 +169,7 @@ def _evaluation(client: SyncPrefectClient, every: int) -> AutomationCore:
         expect={VERSION_PUBLISHED},
         match={"prefect.resource.id": "sprawl.run.*", f"sprawl.every-{every}": "true"},  # type: ignore[arg-type]
         for_each={"prefect.resource.id"},
+        posture=Posture.Reactive,  # the default, but an update sends only what was set, and the server insists on it
     )
     parameters = {
         "run_id": _rendered("event.payload.run_id"),

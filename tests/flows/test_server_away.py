@@ -26,6 +26,8 @@ from tests.flows.flaky import Mode, Way, way_to
 from tests.report.plausible import make_run_record, make_step
 
 STEPS, CUT_AT = 40, 10
+TIMEOUT_S = 8.0
+"""Of a call to the server: a step that made one would take as long, in a run as it is 60 s and more."""
 
 
 class Training(FakeSession):
@@ -61,7 +63,7 @@ def test_a_run_whose_server_goes_away_is_not_held_up_and_finishes(
     monkeypatch.setattr(report, "SECONDS_BETWEEN", 0.0)  # a report each time the one before is done
     monkeypatch.setattr(report, "SHARE", 1e9)
     session = Training(parse_config({"name": "tiny", "steps": STEPS, "policy": {"base": "x"}}, "test"))
-    impatient = {PREFECT_API_REQUEST_TIMEOUT: 2, PREFECT_CLIENT_MAX_RETRIES: 2}
+    impatient = {PREFECT_API_REQUEST_TIMEOUT: TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: 1}
     with way_to(PREFECT_API_URL.value()) as (way, url), temporary_settings({PREFECT_API_URL: url, **impatient}):
         session.begin(way, mode)
         attached = Attached(session, progress)  # type: ignore[arg-type]
@@ -77,9 +79,8 @@ def test_a_run_whose_server_goes_away_is_not_held_up_and_finishes(
     assert attached.finished.steps == STEPS
     assert session.calls[-1] == ("finish", STEPS)
     gaps = [later - earlier for earlier, later in zip(session.times, session.times[1:], strict=False)]
-    before, after = gaps[: CUT_AT - 1], gaps[CUT_AT - 1 :]
-    # Not one step waits for a server: the longest one is no longer than what a busy machine does anyway.
-    assert max(after) < max(1.0, 3 * max(before)), f"before the cut at most {max(before):.2f} s a step"
+    # What goes on beside the steps (tracebacks of lost events) may cost time, on a busy machine a second or two.
+    assert max(gaps) < TIMEOUT_S / 2, f"a step took {max(gaps):.1f} s, before the cut {max(gaps[: CUT_AT - 1]):.1f} s"
 
 
 def _forget_undelivered() -> None:
