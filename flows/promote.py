@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
@@ -62,7 +62,7 @@ def promote(
 
     place = absolute_board(board or os.environ.get("SPRAWL_BOARD", "runs"))
     store = open_store(place)
-    pinned = read_flow_run_input(PINNED)
+    pinned = cast("dict[str, Any] | None", read_flow_run_input(PINNED))
     first = pinned is None
     if pinned is None:
         name = resolve_run(store, run_id)

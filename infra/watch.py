@@ -121,7 +121,7 @@ def _trigger(alert: Alert) -> Any:
     return EventTrigger(
         expect=set(alert.expect),
         after=set(alert.after),
-        match={"prefect.resource.id": "sprawl.run.*", **alert.labels},  # type: ignore[arg-type]
+        match={"prefect.resource.id": "sprawl.run.*", **alert.labels},
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive if alert.proactive else Posture.Reactive,
         threshold=alert.threshold,
@@ -167,7 +167,7 @@ def _evaluation(client: SyncPrefectClient, every: int) -> AutomationCore:
         ) from None
     trigger = EventTrigger(
         expect={VERSION_PUBLISHED},
-        match={"prefect.resource.id": "sprawl.run.*", f"sprawl.every-{every}": "true"},  # type: ignore[arg-type]
+        match={"prefect.resource.id": "sprawl.run.*", f"sprawl.every-{every}": "true"},
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,  # the default, but an update sends only what was set, and the server insists on it
     )
@@ -215,7 +215,9 @@ def _put(client: SyncPrefectClient, known: Automation | None, wanted: Automation
 def _declared(automation: AutomationCore) -> dict[str, Any]:
     """What is ours to say about an automation; sets become lists in an order of their own, so they are sorted."""
     plain = automation.model_dump(mode="json", include={"name", "description", "trigger", "actions"})
-    trigger = {key: sorted(value) if isinstance(value, list) else value for key, value in plain["trigger"].items()}
-    trigger["match"] = {key: [value] if isinstance(value, str) else value for key, value in trigger["match"].items()}
+    found: dict[str, Any] = plain["trigger"]
+    trigger: dict[str, Any] = {key: sorted(value) if isinstance(value, list) else value for key, value in found.items()}
+    labels: dict[str, Any] = found["match"]
+    trigger["match"] = {key: [value] if isinstance(value, str) else value for key, value in labels.items()}
     trigger.pop("id", None)
     return plain | {"trigger": trigger}
