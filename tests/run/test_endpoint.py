@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sprawl.board.records import IslandRecord
 from sprawl.errors import SprawlError
+from sprawl.run import endpoint as endpoint_module
 from sprawl.run.endpoint import Endpoint, bind, bind_as_asked, parse_address, targets
 from sprawl.run.metrics import TrainerMetrics
 from tests.report.plausible import make_evaluation, make_event, make_island, make_step
@@ -150,8 +151,10 @@ def test_addresses() -> None:
 
 
 def test_a_taken_address_stops_whoever_asked_for_it_but_not_a_run_that_found_it_in_its_environment(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(endpoint_module.log, "warning", lambda text, *values: said.append(text % values))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -159,5 +162,6 @@ def test_a_taken_address_stops_whoever_asked_for_it_but_not_a_run_that_found_it_
         with pytest.raises(SprawlError, match="is taken"):
             bind_as_asked(address, {})
         assert bind_as_asked(None, {"SPRAWL_METRICS": address}) is None
-    assert "no metrics for Prometheus" in caplog.text
+    assert len(said) == 1
+    assert said[0].startswith("no metrics for Prometheus: port")
     assert bind_as_asked(None, {}) is None
