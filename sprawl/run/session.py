@@ -37,7 +37,6 @@ from sprawl.policy.checkpoint import drop_tied_head, load_auxiliary, load_weight
 from sprawl.policy.fetch import ensure_base
 from sprawl.problems import load_problem_set
 from sprawl.report.data import load_run
-from sprawl.report.export.board import MetricsExport
 from sprawl.report.violations import find_violations
 from sprawl.rollout.trajectories import RolloutBatch, load_batch
 from sprawl.run.base_model import BaseModel
@@ -45,6 +44,7 @@ from sprawl.run.collector import Collected, Collector
 from sprawl.run.controller import Controller
 from sprawl.run.crew import Crew
 from sprawl.run.endpoint import Endpoint, bind_wanted
+from sprawl.run.export import MetricsExport
 from sprawl.run.fleet import Fleet, FleetContext, open_fleet
 from sprawl.run.launch import launched_processes
 from sprawl.run.metrics import TrainerMetrics

@@ -19,8 +19,10 @@ from sprawl.cli import cli
 from sprawl.errors import SprawlError
 from sprawl.report.data import RunData
 from sprawl.report.export import board, parquet, tensorboard
-from sprawl.report.export.board import MetricsExport, export_to_board
+from sprawl.report.export.board import export_to_board
 from sprawl.report.export.rows import FLAT, curves, row
+from sprawl.run import export as during_run
+from sprawl.run.export import MetricsExport
 from tests.report.plausible import make_evaluation, make_feed, make_run, make_run_record, make_step, put
 
 RUN = "tiny-0001"
@@ -186,16 +188,18 @@ def test_a_run_exports_every_twenty_steps_and_at_its_end(store: MemoryStore) -> 
 
 
 def test_a_board_that_refuses_is_complained_about_once_and_fails_nothing(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(key: str, data: bytes) -> None:
         raise OSError("disk full")
 
+    said: list[str] = []
     monkeypatch.setattr(store, "put", refuse)
+    monkeypatch.setattr(during_run.log, "warning", lambda text, *values: said.append(text % values))
     export = MetricsExport(store, RUN)
     export.finish(45)
     export.finish(45)
-    (complaint,) = [record.message for record in caplog.records]
+    (complaint,) = said
     assert complaint.startswith("metrics for other tools not written (disk full)")
 
 
