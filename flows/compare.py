@@ -18,7 +18,10 @@ from tasks.artifacts import artifact_key
 from tasks.train_arm import train_arm
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sprawl.study.job import Job
+    from sprawl.study.plan import Cell
     from sprawl.study.process import Processes
 
 
@@ -64,7 +67,8 @@ def compare(
     prepare(job.cells, lambda text: logger.info("%s", text))
     processes = Processes()
     try:
-        failed = _train(job, parallel or job.study.parallel, processes)
+        failed = _train(job, job.cells, parallel or job.study.parallel, processes)
+        failed += _train(job, job.timing, 1, processes)
     finally:
         processes.stop()  # nothing is left to stop unless this flow run is being ended
     results, paths = write_job_results(job, Path(out) if out else None)
@@ -75,17 +79,17 @@ def compare(
     for violation in results.violations:
         logger.warning("violation in %s", violation)
     if failed:
-        raise SprawlError(f"{len(failed)} of {len(job.cells)} runs failed: {'; '.join(failed)}")
+        raise SprawlError(f"{len(failed)} of {len(job.cells) + len(job.timing)} runs failed: {'; '.join(failed)}")
     return results.data
 
 
-def _train(job: Job, parallel: int, processes: Processes) -> list[str]:
-    """All cells in order, at most `parallel` task runs at a time; what the failed ones said."""
+def _train(job: Job, cells: Sequence[Cell], parallel: int, processes: Processes) -> list[str]:
+    """All of `cells` in order, at most `parallel` task runs at a time; what the failed ones said."""
     from sprawl.study.runner import train_cell
 
     running: list[PrefectConcurrentFuture[dict[str, Any]]] = []
     every = []
-    for cell in job.cells:
+    for cell in cells:
         while len(running) >= parallel:
             wait([future.wrapped_future for future in running], return_when=FIRST_COMPLETED)
             running = [future for future in running if not future.wrapped_future.done()]

@@ -49,7 +49,8 @@ def compare(
 
     An arm with a seed is one run of the system, <study>-<arm>-s<seed>. Finished runs are reused and stopped ones
     resumed, so the same command goes on where it was interrupted. Progress goes to stderr, the log of each run to
-    .sprawl/logs/<run>/run.log.
+    .sprawl/logs/<run>/run.log. A study with `timing` ends with a short run of every arm, one at a time, from which its
+    seconds are taken: leave the machine alone then.
 
     \b
     Examples:
@@ -66,7 +67,7 @@ def compare(
 
     job = open_job(study_file, board, quick=quick, only=only, seeds=seeds)
     if as_list:
-        for line in listing(job.cells, job.known):
+        for line in listing([*job.cells, *job.timing], job.known):
             click.echo(line)
         return
     failed: list[str] = []
@@ -75,6 +76,7 @@ def compare(
             with terminate_as_interrupt():
                 prepare(job.cells, _note)
                 outcomes = train_cells(job.cells, job.board, job.study, parallel or job.study.parallel, _note)
+                outcomes += train_cells(job.timing, job.board, job.study, 1, _note)
         except KeyboardInterrupt:
             _note("interrupted; the same command goes on with it")
             sys.exit(INTERRUPTED)

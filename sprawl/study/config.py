@@ -81,6 +81,15 @@ class MilestonesConfig(Section):
     rewards: list[Annotated[float, Field(gt=0, le=1)]] = Field(default=[0.5, 0.6, 0.7])
 
 
+class TimingConfig(Section):
+    """Seconds a step from a short run of every arm, one at a time after all others: rewards may then come from runs
+    that were trained side by side."""
+
+    steps: Annotated[int, Field(ge=4)] = Field(
+        12, description="Steps of the short run; the median of its second half counts, so that queues have filled."
+    )
+
+
 class QuickConfig(Section):
     """The same arms, so small that the whole study is a check and no measurement."""
 
@@ -108,6 +117,9 @@ class StudyConfig(Section):
     groups: list[GroupConfig] = Field(default_factory=list)
     tables: list[TableKind] = Field(default=["arms"], min_length=1)
     milestones: MilestonesConfig = MilestonesConfig()
+    timing: TimingConfig | None = Field(
+        None, description="Take seconds from short runs of their own; default: from the runs themselves."
+    )
     quick: QuickConfig = QuickConfig()
 
     _overrides = field_validator("overrides")(_check_overrides)

@@ -10,16 +10,18 @@ from sprawl.report.data import RunData
 from sprawl.run.options import absolute_board
 from sprawl.study.board import check_definitions, open_board
 from sprawl.study.config import StudyConfig, load_study
-from sprawl.study.plan import Cell, plan_cells, study_id
+from sprawl.study.plan import Cell, plan_cells, plan_timing, study_id
 from sprawl.study.results import Results, make_results, write_results
+from sprawl.study.timing import with_measured_seconds
 
 
 @dataclass(frozen=True)
 class Job:
-    """`known` is what was on the board when the job was opened, by run id."""
+    """`known` is what was on the board when the job was opened, by run id. `timing`: short runs, one at a time."""
 
     study: StudyConfig
     cells: tuple[Cell, ...]
+    timing: tuple[Cell, ...]
     board: str
     quick: bool
     known: Mapping[str, RunData]
@@ -39,8 +41,10 @@ def open_job(
     """
     study = load_study(path)
     cells = plan_cells(study, quick=quick, only=only, seeds=seeds)
+    timing = plan_timing(study, quick=quick, only=only)
     board = absolute_board(board)
-    return Job(study, tuple(cells), board, quick, check_definitions(open_board(board), cells))
+    known = check_definitions(open_board(board), [*cells, *timing])
+    return Job(study, tuple(cells), tuple(timing), board, quick, known)
 
 
 def write_job_results(job: Job, out: Path | None) -> tuple[Results, list[Path]]:
@@ -48,6 +52,7 @@ def write_job_results(job: Job, out: Path | None) -> tuple[Results, list[Path]]:
 
     Raises SprawlError when no run has a step yet, or nothing can be written there.
     """
-    known = check_definitions(open_board(job.board), job.cells)
+    known = check_definitions(open_board(job.board), [*job.cells, *job.timing])
+    known = with_measured_seconds(known, job.cells, job.timing)
     results = make_results(job.study, job.cells, known, quick=job.quick)
     return results, write_results(results, out or Path("reports") / "compare" / job.id)

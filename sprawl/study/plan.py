@@ -56,6 +56,26 @@ def plan_cells(
     return cells
 
 
+def plan_timing(study: StudyConfig, *, quick: bool = False, only: Sequence[str] = ()) -> list[Cell]:
+    """The short run of every chosen arm that its seconds are taken from, in the order of the arms; none for a study
+    without `timing`, nor for its quick version. Raises ConfigError as `plan_cells`.
+    """
+    if study.timing is None or quick:
+        return []
+    steps = study.timing.steps
+    return [_cell(study, _short(arm, steps), study.seeds[0], quick) for arm in _chosen(study, only)]
+
+
+def timing_name(arm: ArmConfig) -> str:
+    """What the short run of an arm is called in place of the arm."""
+    return f"timing-{arm.name}"
+
+
+def _short(arm: ArmConfig, steps: int) -> ArmConfig:
+    overrides = arm.overrides | {"evaluate.every": steps}
+    return arm.model_copy(update={"name": timing_name(arm), "steps": steps, "overrides": overrides})
+
+
 def study_id(study: StudyConfig, quick: bool) -> str:
     """What run ids start with; quick runs never mix with real ones."""
     return f"{study.name}-quick" if quick else study.name

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sprawl.report.data import RunData
-from sprawl.report.numbers import mean, rolling_mean
+from sprawl.report.numbers import finite, mean, rolling_mean
 from sprawl.study.config import MilestonesConfig
 from sprawl.study.measures import ArmRuns, Spread, seconds_at
 
@@ -25,7 +25,7 @@ class Milestones:
 
 def milestones(wanted: MilestonesConfig, arms: Sequence[ArmRuns]) -> Milestones:
     """The study's; without seconds, half and all of what the quickest of all complete runs took."""
-    quickest = min((seconds_at(data)[-1] for runs in arms for data in runs.complete), default=0.0)
+    quickest = min(finite(seconds_at(data)[-1] for runs in arms for data in runs.complete), default=0.0)
     longest = max((runs.steps for runs in arms), default=0)
     return Milestones(
         steps=tuple(step for step in wanted.steps if step <= longest),

@@ -14,7 +14,8 @@ _ARMS_NOTE = (
     f"codec, the KL without it. {COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}."
 )
 _STALENESS_NOTE = (
-    f"Rewards are means of {WINDOW} steps. Seconds are those of the steps, without evaluations. `cut`: share of tokens "
+    f"Rewards are means of {WINDOW} steps. Seconds are those of the steps, without evaluations, or "
+    "of each arm's short run alone where the study has `timing`. `cut`: share of tokens "
     f"whose off-policy weight was truncated. {COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}."
 )
 
