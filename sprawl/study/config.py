@@ -88,6 +88,10 @@ class TimingConfig(Section):
     steps: Annotated[int, Field(ge=4)] = Field(
         12, description="Steps of the short run; the median of its second half counts, so that queues have filled."
     )
+    free: list[str] = Field(
+        default=[],
+        description="Fields that cost a step nothing: arms that differ in no other share the first one's short run.",
+    )
 
 
 class QuickConfig(Section):

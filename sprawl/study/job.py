@@ -53,6 +53,6 @@ def write_job_results(job: Job, out: Path | None) -> tuple[Results, list[Path]]:
     Raises SprawlError when no run has a step yet, or nothing can be written there.
     """
     known = check_definitions(open_board(job.board), [*job.cells, *job.timing])
-    known = with_measured_seconds(known, job.cells, job.timing)
+    known = with_measured_seconds(job.study, known, job.cells, job.timing)
     results = make_results(job.study, job.cells, known, quick=job.quick)
     return results, write_results(results, out or Path("reports") / "compare" / job.id)

@@ -57,23 +57,38 @@ def plan_cells(
 
 
 def plan_timing(study: StudyConfig, *, quick: bool = False, only: Sequence[str] = ()) -> list[Cell]:
-    """The short run of every chosen arm that its seconds are taken from, in the order of the arms; none for a study
+    """The short runs that the seconds of the chosen arms are taken from, in the order of the arms; none for a study
     without `timing`, nor for its quick version. Raises ConfigError as `plan_cells`.
     """
     if study.timing is None or quick:
         return []
-    steps = study.timing.steps
-    return [_cell(study, _short(arm, steps), study.seeds[0], quick) for arm in _chosen(study, only)]
+    steps, names = study.timing.steps, timing_names(study)
+    chosen = {names[arm.name] for arm in _chosen(study, only)}
+    return [
+        _cell(study, _short(arm, steps), study.seeds[0], quick) for arm in study.all_arms() if _own_name(arm) in chosen
+    ]
 
 
-def timing_name(arm: ArmConfig) -> str:
-    """What the short run of an arm is called in place of the arm."""
+def timing_names(study: StudyConfig) -> dict[str, str]:
+    """Which short run an arm's seconds come from: what that run is called in place of an arm, by the arm's name."""
+    free = set(study.timing.free) if study.timing else set()
+    first: dict[str, str] = {}
+    names = {}
+    for arm in study.all_arms():
+        costs = json.dumps(
+            {field: value for field, value in arm.overrides.items() if field not in free}, sort_keys=True
+        )
+        names[arm.name] = first.setdefault(costs, _own_name(arm))
+    return names
+
+
+def _own_name(arm: ArmConfig) -> str:
     return f"timing-{arm.name}"
 
 
 def _short(arm: ArmConfig, steps: int) -> ArmConfig:
     overrides = arm.overrides | {"evaluate.every": steps}
-    return arm.model_copy(update={"name": timing_name(arm), "steps": steps, "overrides": overrides})
+    return arm.model_copy(update={"name": _own_name(arm), "steps": steps, "overrides": overrides})
 
 
 def study_id(study: StudyConfig, quick: bool) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sprawl.report.data import RunData
-from sprawl.study.plan import Cell, timing_name
+from sprawl.study.config import StudyConfig
+from sprawl.study.plan import Cell, timing_names
 
 
 def pace(data: RunData) -> float:
@@ -20,9 +21,9 @@ def pace(data: RunData) -> float:
 
 
 def with_measured_seconds(
-    known: Mapping[str, RunData], cells: Sequence[Cell], timing: Sequence[Cell]
+    study: StudyConfig, known: Mapping[str, RunData], cells: Sequence[Cell], timing: Sequence[Cell]
 ) -> dict[str, RunData]:
-    """`known`, every step of the runs of `cells` as long as their arm's short run says.
+    """`known`, every step of the runs of `cells` as long as the short run says that times their arm.
 
     An arm whose short run is missing has NaN seconds, which no table and no figure shows: what was measured beside
     other work never stands next to what was not. Without `timing` the runs keep their own.
@@ -30,7 +31,8 @@ def with_measured_seconds(
     if not timing:
         return dict(known)
     paces = {cell.arm.name: pace(known[cell.run_id]) for cell in timing if cell.run_id in known}
-    of = {cell.run_id: paces.get(timing_name(cell.arm), math.nan) for cell in cells}
+    names = timing_names(study)
+    of = {cell.run_id: paces.get(names[cell.arm.name], math.nan) for cell in cells}
     return {run_id: _with_seconds(data, of[run_id]) if run_id in of else data for run_id, data in known.items()}
 
 

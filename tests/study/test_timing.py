@@ -47,7 +47,7 @@ def test_measured_seconds_take_the_place_of_those_of_busy_runs():
     cells, timing = plan_cells(study), plan_timing(study)
     known = {cell.run_id: ledger(cell) for cell in cells}
     known |= {cell.run_id: short(cell.run_id, [9.0, 9.0, 9.0, 1.5, 1.5, 1.5]) for cell in timing[:2]}
-    timed = with_measured_seconds(known, cells, timing)
+    timed = with_measured_seconds(study, known, cells, timing)
     arms = {arm.name: arm_runs(study, arm, cells, timed, 40) for arm in study.all_arms()}
     assert {seconds_at(data)[-1] for data in arms["prf"].complete} == {60.0}
     assert {data.steps[0].reward for data in arms["prf"].runs} == {
@@ -62,6 +62,25 @@ def test_measured_seconds_take_the_place_of_those_of_busy_runs():
 
 
 def test_without_short_runs_in_the_study_runs_keep_their_own():
-    cells = plan_cells(make_study())
+    study = make_study()
+    cells = plan_cells(study)
     known = {cells[0].run_id: ledger(cells[0])}
-    assert with_measured_seconds(known, cells, []) == known
+    assert with_measured_seconds(study, known, cells, []) == known
+
+
+def test_arms_that_cost_the_same_share_a_short_run():
+    arms = [
+        {"name": "plain"},
+        {"name": "wide", "overrides": {"grpo.clip_high": 0.4}},
+        {"name": "dense", "overrides": {"boundary.codec": "dense", "anchor.enabled": False}},
+    ]
+    study = make_study(arms=arms, timing={"steps": 6, "free": ["grpo.clip_high"]})
+    timing = plan_timing(study, only=["wide"])
+    assert [cell.run_id for cell in timing] == ["three-timing-plain-s7"]
+    assert [cell.run_id for cell in plan_timing(study)] == ["three-timing-plain-s7", "three-timing-dense-s7"]
+    cells = plan_cells(study, only=["wide"], seeds=[7])
+    steps = [make_step(step, seconds={"total": 9.0}) for step in range(1, 11)]
+    known = {cells[0].run_id: RunData.of(make_run_record(steps=10, run_id=cells[0].run_id), steps)}
+    known[timing[0].run_id] = short(timing[0].run_id, [2.0] * 6)
+    timed = with_measured_seconds(study, known, cells, timing)
+    assert seconds_at(timed[cells[0].run_id])[-1] == 20.0
