@@ -29,7 +29,7 @@ class ControlConfig(Section):
     stale_after: Annotated[float, Field(gt=1)] = Field(
         2.0, description="Age of the sign map in multiples of anchor.every that is too old."
     )
-    patience: Positive = Field(3, description="Steps a level has to show what it does before the next one is tried.")
+    patience: Positive = Field(2, description="Steps a level has to show what it does before the next one is tried.")
     calm: Positive = Field(20, description="Quiet steps before a level is left again; doubled after every relapse.")
     fresh: Annotated[int, Field(ge=0)] = Field(
         5, description="While acting: a sign map has full strength up to this age, none from anchor.every on."
@@ -41,8 +41,8 @@ class ControlConfig(Section):
     probe_every: Positive = Field(2, description="While acting: compression-off probe every n steps.")
     guard: Share = Field(0.5, description="Factor on the learning rate for each level from the second on.")
     dense_every: Annotated[int, Field(ge=0)] = Field(
-        10, description="From the third level on: a dense step every n steps; 0: none."
+        3, description="From the third level on: a dense step every n steps; 0: none."
     )
     stop_after: Annotated[int, Field(ge=0)] = Field(
-        20, description="Steps at the last level without improvement before the run is stopped; 0: never."
+        40, description="Steps at the last level without improvement before the run is stopped; 0: never."
     )
