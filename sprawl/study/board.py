@@ -51,9 +51,9 @@ def check_definitions(store: Store | None, cells: Sequence[Cell]) -> dict[str, R
 
 def differences(recorded: Mapping[str, Any], wanted: RunConfig, source: str) -> list[str]:
     """`optimizer.lr=1e-05, now 3e-05` for every field that differs; fields that a record of an older release lacks
-    have their defaults. Where the board is does not count."""
-    before = _flat(parse_config(dict(recorded), source).model_dump(mode="json"))
-    after = _flat(wanted.model_dump(mode="json"))
+    have their defaults. Where the board is does not count, nor what a section says that is off in both."""
+    before = _flat(_effective(parse_config(dict(recorded), source).model_dump(mode="json")))
+    after = _flat(_effective(wanted.model_dump(mode="json")))
     return [
         f"{field}={before.get(field)!r}, now {after.get(field)!r}"
         for field in sorted(before.keys() | after.keys())
@@ -77,6 +77,14 @@ def keep_ledger_only(store: Store, run_id: str) -> int:
             store.delete(key)
             deleted += 1
     return deleted
+
+
+def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections with `enabled: false` say only that."""
+    return {
+        key: {"enabled": False} if isinstance(entry, Mapping) and entry.get("enabled") is False else entry
+        for key, entry in config.items()
+    }
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

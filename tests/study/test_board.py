@@ -29,10 +29,22 @@ def test_the_same_definition_is_reused_and_another_one_refused(cells):
     store = MemoryStore()
     put(store, ledger(cells[0]))
     assert check_definitions(store, cells)[cells[0].run_id].finished
-    changed = plan_cells(make_study(overrides={"optimizer.lr": 3e-5, "anchor.blend": 0.5}), only=["prf"], seeds=[7])
-    says = r"three-prf-s7 was made with anchor.blend=0.25, now 0.5, optimizer.lr=1e-05, now 3e-05 \(give the changed"
+    changed = plan_cells(make_study(overrides={"optimizer.lr": 3e-5, "grpo.clip_high": 0.3}), only=["prf"], seeds=[7])
+    says = r"three-prf-s7 was made with grpo.clip_high=0.2, now 0.3, optimizer.lr=1e-05, now 3e-05 \(give the changed"
     with pytest.raises(ConfigError, match=says):
         check_definitions(store, changed)
+
+
+def test_what_a_section_says_that_is_off_does_not_count(cells):
+    """So that better defaults of a part that a study does not use leave its runs what they are."""
+    recorded = cells[0].config.model_dump(mode="json")
+    assert recorded["control"]["enabled"] is recorded["anchor"]["enabled"] is False
+    recorded["control"] |= {"patience": 7}
+    recorded["anchor"] |= {"blend": 0.5}
+    assert differences(recorded, cells[0].config, "run.json") == []
+    recorded["control"]["enabled"] = True
+    found = differences(recorded, cells[0].config, "run.json")
+    assert "control.enabled=True, now False" in found
 
 
 def test_a_record_of_an_older_release_has_the_defaults_and_the_board_does_not_count(cells):
