@@ -126,7 +126,7 @@ def run_under_strikes(stage: Scene, run_id: str, hits: Iterator[tuple[str, ...]]
     """One run from its start to its end, under strikes at random steps until there were kills enough; how many."""
     start(run_id)
     at, count, late = 1, 0, 0
-    while sum(stage.killed.values()) < KILLS and late < 3:
+    while sum(stage.killed.values()) < KILLS and late < 4:
         stage.wait(lambda at=at: stage.head(run_id) >= at or stage.finished(run_id), f"step {at}")
         stage.wait(lambda: bool(stage.flows()) or stage.finished(run_id), "a flow run")
         if stage.finished(run_id):
