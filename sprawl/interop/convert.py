@@ -141,6 +141,8 @@ def export_run(
     last = versions[-1] if last is None else last
     if first > last:
         raise BoardError(f"cannot export from version {first} to {last}", "give the older version first")
+    for version in (first, last):
+        reader.require(version)  # before anything is written
     writer = LayoutWriter(target, reader.run_id, encoding=encoding, checksum=checksum, folder=folder)
     head = writer.head()
     if head is not None and head >= last:
