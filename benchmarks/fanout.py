@@ -37,6 +37,7 @@ from benchmarks.fanout_probe import Probe, probe
 from benchmarks.fanout_readers import Plan, Seen, Signer
 from benchmarks.seaweed import serving
 from sprawl.board import keys
+from sprawl.board.commit import CommitOptions
 from sprawl.board.publisher import Publisher
 from sprawl.board.store import Store, open_store
 from sprawl.delta.state import State
@@ -83,7 +84,7 @@ class Writer:
     """Publishes versions of a small model: about 1 % of its weights move in each."""
 
     def __init__(self, store: Store) -> None:
-        self._publisher = Publisher(store, RUN, keyframe_every=1_000_000, dtype="bfloat16")
+        self._publisher = Publisher(store, RUN, CommitOptions(keyframe_every=1_000_000, dtype="bfloat16"))
         self._generator = torch.Generator().manual_seed(0)
         self._masters = {f"layer{i}": torch.randn(512, 1024, generator=self._generator) * 0.02 for i in range(8)}
         self.next = 0

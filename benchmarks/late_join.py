@@ -23,6 +23,7 @@ import click
 import numpy as np
 import torch
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.manifest import KEYFRAME
 from sprawl.board.merged import merge, read_merged
 from sprawl.board.publisher import Publisher
@@ -78,7 +79,7 @@ def publish_run(store: Store, size: Size, rate: float) -> float:
     generator = torch.Generator().manual_seed(0)
     masters = weights(size.elements, generator)
     momentum = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in masters.items()}
-    writer = Publisher(store, RUN, keyframe_every=size.keyframe_every, dtype="bfloat16")
+    writer = Publisher(store, RUN, CommitOptions(keyframe_every=size.keyframe_every, dtype="bfloat16"))
     shares = []
     for version in range(size.versions):
         receipt = writer.publish(version, version, {name: tensor.bfloat16() for name, tensor in masters.items()})

@@ -13,12 +13,11 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from aiohttp import web
 
-from sprawl.board.commit import Committer, Draft, put_blob
+from sprawl.board.commit import CommitOptions, Committer, Draft, put_blob
 from sprawl.board.ledger import Ledger
 from sprawl.board.local import LocalStore
 from sprawl.board.manifest import DELTA, KEYFRAME, TensorEntry
@@ -80,9 +79,9 @@ class Writer:
         self._generator = torch.Generator().manual_seed(0)
         self._masters = masters(load_weights(base), self._generator)
         self._size = step_size(self._masters, share)
-        options: dict[str, Any] = {"keyframe_every": 1_000_000, "dtype": "bfloat16", "files": files}
-        self._publisher = Publisher(self.store, RUN, **options)
-        self._committer = Committer(self.store, RUN, **options)
+        options = CommitOptions(keyframe_every=1_000_000, dtype="bfloat16", files=files)
+        self._publisher = Publisher(self.store, RUN, options)
+        self._committer = Committer(self.store, RUN, options)
         self._reader = VersionReader(self.store, RUN)
         self.next = 0
         self.publish(whole=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from infra.commands import HOME
+from sprawl.commands.options import board_option
 from sprawl.errors import SprawlError
 
 if TYPE_CHECKING:
@@ -77,13 +78,7 @@ def automations(evaluate_every: int | None, notify: str | None, home: Path) -> N
 @click.command()
 @click.argument("run_id", default="latest")
 @click.option("--version", type=click.IntRange(min=0), help="Version to decide on.  [default: the newest]")
-@click.option(
-    "--board",
-    envvar="SPRAWL_BOARD",
-    default="runs",
-    show_default="$SPRAWL_BOARD, else runs",
-    help="Board the run lives on: a directory or an object-store URL.",
-)
+@board_option
 @click.option("--list", "listed", is_flag=True, help="Only list what was decided.")
 @HOME  # fmt: skip
 def promote(run_id: str, version: int | None, board: str, listed: bool, home: Path) -> None:

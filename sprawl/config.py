@@ -5,17 +5,15 @@ Nothing here does I/O except `load_config`. Every default is the report's run un
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from sprawl.config_control import ControlConfig
+from sprawl.config_files import apply_overrides, describe_validation_error, read_yaml, validated
 from sprawl.config_rollout import Dtype, RolloutConfig
 from sprawl.config_training import BoundaryConfig, GrpoConfig, OffPolicyConfig, OverlongConfig, Positive, Section
-from sprawl.errors import ConfigError
 
 __all__ = [
     "AnchorConfig",
@@ -263,75 +261,14 @@ class RunConfig(Section):
             )
 
 
-def _known_fields(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    current: Any = model
-    for part in location[:-1]:
-        field = getattr(current, "model_fields", {}).get(part)
-        current = field.annotation if field is not None else None
-        if current is None:
-            return []
-    return list(getattr(current, "model_fields", {}))
-
-
-def describe_validation_error(error: ValidationError, model: type[BaseModel], source: str) -> str:
-    """One line a field: `source: section.field: what is wrong (did you mean ...?)`."""
-    lines = []
-    for item in error.errors():
-        location = tuple(item["loc"])
-        field = ".".join(str(part) for part in location) or "(top level)"
-        if item["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(str(location[-1]), _known_fields(model, location), n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
-            lines.append(f"{source}: unknown key {field!r}{hint}")
-        elif item["type"] == "missing":
-            lines.append(f"{source}: {field!r} is required")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{source}: {field!r}: {message}" if location else f"{source}: {message}")
-    return "; ".join(lines)
-
-
 def parse_config(data: Any, source: str = "config") -> RunConfig:
     """Validate a mapping. Raises `ConfigError` with one line that names every wrong field."""
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source}: expected a mapping of run settings, got {type(data).__name__}")
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(describe_validation_error(error, RunConfig, source)) from None
-
-
-def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Apply `section.field=value` (value is YAML) to a config mapping, returning a new mapping.
-
-    Raises `ConfigError` when an override has no `=`; wrong field names are found by `parse_config`.
-    """
-    result = yaml.safe_load(yaml.safe_dump(data))
-    for override in overrides:
-        path, separator, value = override.partition("=")
-        if not separator or not path:
-            raise ConfigError(f"--set {override!r} is not of the form section.field=value")
-        target = result
-        *parents, last = path.split(".")
-        for part in parents:
-            target = target.setdefault(part, {})
-            if not isinstance(target, dict):
-                raise ConfigError(f"--set {override!r}: {part!r} is not a section")
-        target[last] = yaml.safe_load(value)
-    return result
+    return validated(RunConfig, data, source, "run settings")
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read and validate a run YAML. Raises `ConfigError` (missing file, YAML syntax, wrong fields)."""
-    path = Path(path)
-    try:
-        data = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"no run config at {path}", "see configs/ for the ones that ship") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    data = read_yaml(path, "run config", "see configs/ for the ones that ship")
     if overrides and isinstance(data, dict):
         data = apply_overrides(data, overrides)
     return parse_config(data, str(path))

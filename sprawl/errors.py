@@ -6,6 +6,8 @@ The command line prints it as one line and exits with its code (2); nothing else
 
 from __future__ import annotations
 
+import errno
+
 
 class SprawlError(Exception):
     """A problem that the reader can fix: says what is wrong and, where there is one, the fix."""
@@ -49,3 +51,26 @@ class Verdict(Diverged):
     """
 
     exit_code = 3
+
+
+def file_failure(doing: str, place: object, error: OSError) -> SprawlError:
+    """`cannot <doing> <place>: <why> (<fix>)` for what the operating system refused. `doing`: "read", "write" ..."""
+    return SprawlError(f"cannot {doing} {place}: {error.strerror or error}", fix_of(error))
+
+
+def fix_of(error: OSError) -> str:
+    """What to do about something that the operating system refused."""
+    return _FIXES.get(error.errno or 0, "choose another place")
+
+
+_FIXES = {
+    errno.ENOENT: "check the path: it, or a directory of it, is missing",
+    errno.ENOTDIR: "a file stands where a directory is needed: choose another place",
+    errno.EEXIST: "a file stands where a directory is needed: choose another place",
+    errno.EISDIR: "it is a directory: name a file",
+    errno.EACCES: "check the permissions, or choose another place",
+    errno.EPERM: "check the permissions, or choose another place",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENOSPC: "free some room there",
+    errno.EDQUOT: "free some room there",
+}

@@ -47,39 +47,42 @@ def put_blob(store: Store, run_id: str, version: int, data: bytes, role: str) ->
     return BlobEntry(digest=digest, size=len(data), role=role)
 
 
-class Committer:
-    """Commits versions of one run. `files` are stored with every keyframe; `origin` is the run's first version."""
+@dataclass(frozen=True)
+class CommitOptions:
+    """How the versions of a run are committed, by one writer or by several.
 
-    def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        *,
-        keyframe_every: int,
-        dtype: str,
-        epoch: int = 0,
-        writer: str = "trainer",
-        files: Mapping[str, bytes] | None = None,
-        signer: Signer | None = None,
-        origin: int = 0,
-    ) -> None:
-        if keyframe_every < 1:
+    `dtype` names the served view's floating dtype (recorded, the caller rounds). `files` (config.json,
+    tokenizer.json ...) are stored with every keyframe. With `epoch` > 0 a newer writer fences this one. With `signer`
+    every manifest is signed. `origin` is the number of the run's first version, for chains that began elsewhere.
+    """
+
+    keyframe_every: int
+    dtype: str
+    epoch: int = 0
+    writer: str = "trainer"
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    signer: Signer | None = None
+    origin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.keyframe_every < 1:
             raise ValueError("keyframe_every must be at least 1")
+
+
+class Committer:
+    """Commits versions of one run."""
+
+    def __init__(self, store: Store, run_id: str, options: CommitOptions) -> None:
         self.store = store
         self.run_id = run_id
         self.reader = VersionReader(store, run_id)
-        self.origin = origin
-        self._keyframe_every = keyframe_every
-        self._dtype = dtype
-        self._epoch = epoch
-        self._writer = writer
-        self._files = dict(files or {})
-        self._signer = signer
+        self.origin = options.origin
+        self._options = options
         self._ledger = Ledger(store, run_id)
 
     def keyframe_of(self, version: int) -> int:
         """The newest keyframe at or below `version`: every nth version, and the run's first."""
-        return max(self.origin, version - version % self._keyframe_every)
+        return max(self.origin, version - version % self._options.keyframe_every)
 
     def commit(self, draft: Draft) -> tuple[Manifest, bool]:
         """The manifest that is on the board now, and whether another commit was there first.
@@ -87,8 +90,8 @@ class Committer:
         Raises FencedError when a newer writer took over, BoardError when the store fails.
         """
         manifest = self._manifest(draft)
-        if self._epoch > 0:
-            self._ledger.check_epoch(self._epoch)
+        if self._options.epoch > 0:
+            self._ledger.check_epoch(self._options.epoch)
         if self.store.create(keys.manifest(self.run_id, manifest.version), manifest.to_bytes()):
             return manifest, False
         held = self.reader.manifest(manifest.version)
@@ -105,10 +108,10 @@ class Committer:
         `started` is a `time.monotonic()`. Raises IntegrityError when the board holds another state, OvertakenError
         when that is the last commit of the writer before this one.
         """
-        if manifest.root_digest != root and manifest.epoch < self._epoch:
+        if manifest.root_digest != root and manifest.epoch < self._options.epoch:
             raise OvertakenError(
                 f"version {manifest.version} of run {self.run_id!r} was committed by an earlier writer (epoch "
-                f"{manifest.epoch}) while this one (epoch {self._epoch}) took the run over",
+                f"{manifest.epoch}) while this one (epoch {self._options.epoch}) took the run over",
                 "resume the run: it goes on after that version",
             )
         if manifest.root_digest != root:
@@ -136,7 +139,7 @@ class Committer:
         keyframe_version = draft.version if draft.whole else self.keyframe_of(draft.version)
         keyframe = keyframe_version == draft.version
         if keyframe:
-            for name, data in sorted(self._files.items()):
+            for name, data in sorted(self._options.files.items()):
                 entry = put_blob(self.store, self.run_id, draft.version, data, FILE)
                 files[name] = entry.digest
                 blobs.append(entry)
@@ -147,15 +150,15 @@ class Committer:
             keyframe_version=keyframe_version,
             kind=KEYFRAME if keyframe else "delta",
             step=draft.step,
-            dtype=self._dtype,
+            dtype=self._options.dtype,
             tensors=draft.tensors,
             removed=draft.removed,
             blobs=blobs,
             root_digest=draft.root,
             base_root_digest=draft.base_root,
             nonce=secrets.token_hex(16),
-            writer=self._writer,
-            epoch=self._epoch,
+            writer=self._options.writer,
+            epoch=self._options.epoch,
             created_at=time.time(),
             changed_share=draft.changed_share,
             full_bytes=draft.full_bytes,
@@ -163,7 +166,7 @@ class Committer:
             files=files,
             extra=draft.extra,
             writers=draft.writers,
-        ).signed(self._signer)
+        ).signed(self._options.signer)
 
     def _hint(self, version: int) -> None:
         key = keys.latest(self.run_id)

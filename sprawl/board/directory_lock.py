@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sprawl.errors import SprawlError
+from sprawl.errors import SprawlError, file_failure
 
 
 @contextmanager
@@ -42,4 +42,4 @@ def _open(directory: Path) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         return os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise SprawlError(f"cannot write {directory}: {error.strerror or error}") from None
+        raise file_failure("write", directory, error) from None

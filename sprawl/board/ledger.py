@@ -193,7 +193,10 @@ class Ledger:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "content"
-            raise IntegrityError(f"{key} on board {self.store.url} is not readable: {where}: {first['msg']}") from None
+            raise IntegrityError(
+                f"{key} on board {self.store.url} is not readable: {where}: {first['msg']}",
+                "it is damaged, or of a release that this one cannot read: restore it, or move its run away",
+            ) from None
 
     def _read_all(self, prefix: str, kind: type[R]) -> list[R]:
         # Keys sort like their numbers (zero-padded). An island may unregister between listing and reading.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from sprawl.board.store import Keys, MissingKey
-from sprawl.errors import BoardError
+from sprawl.errors import BoardError, fix_of
 
 _TEMPORARY = ".tmp-"
 
@@ -131,7 +131,7 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         parts = key.split("/") if key else []
         if any(part in ("", ".", "..") for part in parts) or "\0" in key:
-            raise BoardError(f"{key!r} is not a valid board key")
+            raise BoardError(f"{key!r} is not a valid board key", "names on a board have no `/`, `.` or `..` as a part")
         return self.root.joinpath(*parts)
 
     def _files(self, folder: Path) -> Iterator[Path]:
@@ -179,9 +179,13 @@ class LocalStore:
         except NotADirectoryError as error:
             if action in ("read", "list"):
                 raise
-            raise BoardError(f"board {self.url}: cannot {action} {key}: {error.strerror}") from None
+            raise self._trouble(action, key, error) from None
         except OSError as error:
-            raise BoardError(f"board {self.url}: cannot {action} {key or 'the directory'}: {error.strerror}") from None
+            raise self._trouble(action, key, error) from None
+
+    def _trouble(self, action: str, key: str, error: OSError) -> BoardError:
+        what = f"board {self.url}: cannot {action} {key or 'the directory'}: {error.strerror}"
+        return BoardError(what, fix_of(error))
 
 
 def _is_temporary(key: str) -> bool:

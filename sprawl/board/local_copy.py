@@ -35,7 +35,7 @@ from sprawl.delta.codec import Overwrites, apply
 from sprawl.delta.files import WEIGHTS
 from sprawl.delta.journal import pack_overwrites, unpack_overwrites
 from sprawl.delta.state import State, root_digest, state_bytes, tensor_digests
-from sprawl.errors import BoardError, IntegrityError, SprawlError
+from sprawl.errors import BoardError, IntegrityError, SprawlError, file_failure
 
 MARK = "sprawl.json"
 JOURNAL = "sprawl.journal"
@@ -325,8 +325,10 @@ def _failures(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "free some room there: a checkpoint needs up to twice its size" if error.errno in _NO_ROOM else None
-        raise SprawlError(f"cannot write {directory}: {error.strerror or error}", fix) from None
+        if error.errno in _NO_ROOM:
+            fix = "free some room there: a checkpoint needs up to twice its size"
+            raise SprawlError(f"cannot write {directory}: {error.strerror}", fix) from None
+        raise file_failure("write", directory, error) from None
 
 
 def _read_mark(path: Path) -> Mark | None:

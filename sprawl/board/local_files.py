@@ -10,7 +10,7 @@ from sprawl.board.local import replace_durably
 from sprawl.board.local_copy import is_reserved
 from sprawl.board.manifest import Manifest
 from sprawl.board.reader import VersionReader
-from sprawl.errors import IntegrityError, SprawlError
+from sprawl.errors import IntegrityError, file_failure
 
 
 def fetch_files(reader: VersionReader, directory: str | Path, manifest: Manifest) -> dict[str, bytes]:
@@ -31,6 +31,6 @@ def fetch_files(reader: VersionReader, directory: str | Path, manifest: Manifest
                 data = reader.blob(keyframe.version, entry)
                 replace_durably(directory / name, data)
         except OSError as error:
-            raise SprawlError(f"cannot write {directory / name}: {error.strerror or error}") from None
+            raise file_failure("write", directory / name, error) from None
         files[name] = data
     return files

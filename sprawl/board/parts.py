@@ -1,7 +1,8 @@
 """Publishing by several writers: every rank writes the blobs of the tensors it owns, one of them commits.
 
     rank r:   part = PartWriter(store, run_id, writer=f"rank-{r}", keyframe_every=20).write(version, own_tensors)
-    rank 0:   PartCommitter(store, run_id, keyframe_every=20, dtype="bfloat16").commit(version, step, all_parts)
+    rank 0:   options = CommitOptions(keyframe_every=20, dtype="bfloat16", writer="rank-0")
+              PartCommitter(store, run_id, options).commit(version, step, all_parts)
 
 A `Part` is a small JSON-able record; how it reaches the committing rank (`gather_object`, a pipe, a file) is up to the
 trainer. Nobody holds the whole state. Killed anywhere, the ranks call the same again: blobs are named by their content
@@ -11,18 +12,18 @@ and the manifest is created exclusively.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sprawl.board import keys
-from sprawl.board.commit import Committer, Draft, put_blob
+from sprawl.board.commit import CommitOptions, Committer, Draft, put_blob
 from sprawl.board.manifest import DELTA, KEYFRAME, BlobEntry, TensorEntry
 from sprawl.board.publisher import SHORT, copy_into
 from sprawl.board.reader import VersionReader
 from sprawl.board.receipts import PublishReceipt
-from sprawl.board.signing import Signer, Trust
+from sprawl.board.signing import Trust
 from sprawl.board.store import Store
 from sprawl.delta.codec import encode, encode_whole
 from sprawl.delta.state import State, clone_state, dtype_name, root_digest, state_bytes, tensor_digests
@@ -131,32 +132,10 @@ class PartWriter:
 
 
 class PartCommitter:
-    """Commits versions from the parts of all writers. The options are those of `Publisher`."""
+    """Commits versions from the parts of all writers. `options.writer` is the process that commits."""
 
-    def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        *,
-        keyframe_every: int,
-        dtype: str,
-        epoch: int = 0,
-        writer: str = "rank-0",
-        files: Mapping[str, bytes] | None = None,
-        signer: Signer | None = None,
-        origin: int = 0,
-    ) -> None:
-        self._committer = Committer(
-            store,
-            run_id,
-            keyframe_every=keyframe_every,
-            dtype=dtype,
-            epoch=epoch,
-            writer=writer,
-            files=files,
-            signer=signer,
-            origin=origin,
-        )
+    def __init__(self, store: Store, run_id: str, options: CommitOptions) -> None:
+        self._committer = Committer(store, run_id, options)
 
     def commit(
         self, version: int, step: int, parts: Sequence[Part], *, extra: dict[str, Any] | None = None

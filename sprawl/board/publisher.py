@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from sprawl.board.commit import Committer, Draft, put_blob
+from sprawl.board.commit import CommitOptions, Committer, Draft, put_blob
 from sprawl.board.manifest import DELTA, KEYFRAME, BlobEntry, TensorEntry
 from sprawl.board.reader import Served
 from sprawl.board.receipts import PublishReceipt
-from sprawl.board.signing import Signer
 from sprawl.board.store import Store
 from sprawl.delta.codec import Encoded, encode, encode_whole
 from sprawl.delta.state import State, clone_state, dtype_name, root_digest, state_bytes, tensor_digests
@@ -37,36 +36,11 @@ class _Version:
 class Publisher:
     """Publishes versions 0, 1, 2, ... of a run. Safe to kill at any moment and to call again; not thread-safe.
 
-    `dtype` names the served view's floating dtype (recorded, the caller rounds). `files` (config.json,
-    tokenizer.json ...) are stored with every keyframe. With `epoch` > 0 a newer writer fences this one. With `signer`
-    every manifest is signed. A state that is a LoRA adapter is published whole every time: it is small, and a delta
-    of it hardly smaller. `origin` is the number of the run's first version, for chains that began elsewhere.
+    A state that is a LoRA adapter is published whole every time: it is small, and a delta of it hardly smaller.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        *,
-        keyframe_every: int,
-        dtype: str,
-        epoch: int = 0,
-        writer: str = "trainer",
-        files: Mapping[str, bytes] | None = None,
-        signer: Signer | None = None,
-        origin: int = 0,
-    ) -> None:
-        self._committer = Committer(
-            store,
-            run_id,
-            keyframe_every=keyframe_every,
-            dtype=dtype,
-            epoch=epoch,
-            writer=writer,
-            files=files,
-            signer=signer,
-            origin=origin,
-        )
+    def __init__(self, store: Store, run_id: str, options: CommitOptions) -> None:
+        self._committer = Committer(store, run_id, options)
         self._store = store
         self._run_id = run_id
         self._reader = self._committer.reader

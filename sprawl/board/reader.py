@@ -46,6 +46,13 @@ class Prepared:
         return self.overwrites.changed
 
 
+def nothing_published(run_id: str, board: str) -> BoardError:
+    return BoardError(
+        f"run {run_id!r} on board {board} has published no version",
+        "`sprawl board ls` shows the runs of a board and their newest versions",
+    )
+
+
 class VersionReader:
     """Reads one run's versions. Not thread-safe; `bytes_read` counts blob bytes fetched so far.
 
@@ -333,7 +340,7 @@ class VersionReader:
         """As `head`. Raises BoardError when nothing is published."""
         head = self.head()
         if head is None:
-            raise BoardError(f"run {self.run_id!r} on board {self.store.url} has published no version yet")
+            raise nothing_published(self.run_id, self.store.url)
         return head
 
     def require(self, version: int) -> Manifest:

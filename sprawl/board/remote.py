@@ -52,7 +52,9 @@ class RemoteStore:
             package = _EXTRAS.get(scheme, f"the fsspec backend of {scheme}://")
             raise BoardError(f"board {url} needs {package}: {error}", f"pip install {package}") from None
         except ValueError as error:
-            raise BoardError(f"board {url} cannot be opened: {error}") from None
+            raise BoardError(
+                f"board {url} cannot be opened: {error}", "give a directory or a URL like s3://bucket/runs"
+            ) from None
         store = cls(filesystem, root, url)
         with contextlib.suppress(MissingKey):
             store.get(".reachable")

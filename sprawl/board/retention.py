@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger, is_live
 from sprawl.board.manifest import KEYFRAME, Manifest
-from sprawl.board.reader import VersionReader
+from sprawl.board.reader import VersionReader, nothing_published
 from sprawl.board.store import Store
 from sprawl.errors import BoardError
 
@@ -78,7 +78,7 @@ def gc(store: Store, run_id: str, keep_versions: int, *, dry_run: bool = False) 
     reader = VersionReader(store, run_id)
     manifests = {version: manifest for version in reader.versions() if (manifest := reader.manifest(version))}
     if not manifests:
-        raise BoardError(f"run {run_id!r} on board {store.url} has published no version")
+        raise nothing_published(run_id, store.url)
     ledger = Ledger(store, run_id)
     islands = [island.applied for island in ledger.islands() if is_live(island)]
     plan = plan_gc(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
-from sprawl.errors import IntegrityError, SprawlError
+from sprawl.errors import IntegrityError, SprawlError, file_failure
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -158,7 +158,7 @@ def generate(path: str | Path, comment: str) -> tuple[Path, str]:
     except FileExistsError as error:
         raise SprawlError(f"{error.filename} exists, and keys are never overwritten", "choose another name") from None
     except OSError as error:
-        raise SprawlError(f"cannot write {path}: {error.strerror}") from None
+        raise file_failure("write", path, error) from None
     return public, _key_id(raw)
 
 
@@ -197,4 +197,4 @@ def _read(path: str | Path, what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise SprawlError(f"cannot read the {what} {path}: {error.strerror}") from None
+        raise file_failure("read", f"the {what} {path}", error) from None

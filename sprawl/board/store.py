@@ -141,7 +141,7 @@ def open_store(url: str, *, create: bool = False, probe: bool = False) -> Store:
 
         path = Path(rest if separator else url).expanduser()
         if path.exists() and not path.is_dir():
-            raise BoardError(f"board {url} is a file, not a directory")
+            raise BoardError(f"board {url} is a file, not a directory", NO_STORE_FIX)
         if not path.exists() and not create:
             raise BoardError(f"no board at {url}: the directory does not exist", NO_STORE_FIX)
         store = LocalStore(path, url)

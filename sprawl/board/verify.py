@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sprawl.board.manifest import DELTA, FILE, KEYFRAME, Manifest
 from sprawl.board.merged import read_merged
-from sprawl.board.reader import Served, VersionReader
+from sprawl.board.reader import Served, VersionReader, nothing_published
 from sprawl.board.routes import merged_pairs
 from sprawl.board.signing import Trust
 from sprawl.board.store import MissingKey, Store
@@ -49,7 +49,7 @@ def verify_board(
     reader = VersionReader(store, run_id, trust=trust)
     versions = reader.versions()
     if not versions:
-        raise BoardError(f"run {run_id!r} on board {store.url} has published no version")
+        raise nothing_published(run_id, store.url)
     problems = [
         f"version {version} is missing (there are {versions[0]} to {versions[-1]})"
         for version in sorted(set(range(versions[0], versions[-1] + 1)) - set(versions))

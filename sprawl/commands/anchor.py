@@ -6,12 +6,14 @@ import os
 
 import click
 
+from sprawl.commands.options import FiniteRange, board_option
+
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--board", envvar="SPRAWL_BOARD", default="runs", show_default=True, help="Board URL or directory.")
+@board_option
 @click.option("--run-id", help="Run to serve, as RUN.")
-@click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=0.0, help="Seconds the run may take to appear.")
+@click.option("--wait", "wait_s", type=FiniteRange(min=0), default=0.0, help="Seconds the run may take to appear.")
 @click.option("--exit-with-parent", is_flag=True, help="End when the process that started this one is gone.")
 def anchor(run: str | None, board: str, run_id: str | None, wait_s: float, exit_with_parent: bool) -> None:
     """Serve the anchor circuit of RUN (default: latest, the newest run on the board).

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from sprawl.commands.board_exchange import export_command, import_command, keygen
-from sprawl.commands.board_options import size, trusted_keys
 from sprawl.commands.board_versions import merge, pull
+from sprawl.commands.options import size, trusted_keys
 
 if TYPE_CHECKING:
     from sprawl.board.store import Store

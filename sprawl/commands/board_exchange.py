@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sprawl.commands.board_options import signing_key, size, trusted_keys
+from sprawl.commands.options import signing_key, size, trusted_keys
 
 if TYPE_CHECKING:
     from sprawl.interop.layout import Encoding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from sprawl.commands.board_options import signing_key, size, trusted_keys
+from sprawl.commands.options import signing_key, size, trusted_keys
 
 
 @click.command()

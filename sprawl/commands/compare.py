@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sprawl.commands.options import board_option, json_option
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -20,7 +22,7 @@ INTERRUPTED = 130
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("study_file", metavar="STUDY", type=click.Path(path_type=Path))
-@click.option("--board", envvar="SPRAWL_BOARD", default="runs", show_default="$SPRAWL_BOARD, else runs")
+@board_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -31,7 +33,7 @@ INTERRUPTED = 130
 @click.option("--parallel", type=click.IntRange(min=1), help="Runs at a time.  [default: the study's]")
 @click.option("--list", "as_list", is_flag=True, help="Print every run and how far it is, and do nothing.")
 @click.option("--no-run", is_flag=True, help="Train nothing: tables and figures of what is on the board.")
-@click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object, nothing else on stdout.")
+@json_option
 @click.option("--quick", is_flag=True, help="12 small steps an arm, one seed: a check, not a measurement.")
 def compare(
     study_file: Path,

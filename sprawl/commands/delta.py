@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from sprawl.commands.options import FiniteRange, json_option
+
 _MODEL = "A safetensors file or a Hugging Face model directory."
 
 
@@ -27,10 +29,10 @@ def delta() -> None:
 @delta.command()
 @click.argument("old")
 @click.argument("new")
-@click.option("--push", type=click.FloatRange(min=0, min_open=True), help="Size of an update, about lr x steps.")
+@click.option("--push", type=FiniteRange(min=0, min_open=True), help="Size of an update, about lr x steps.")
 @click.option("--serve", type=click.Choice(["bfloat16", "float16"]), help="OLD and NEW are fp32 masters, served so.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE.png", help="Draw push against floor.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_option
 def stats(old: str, new: str, push: float | None, serve: str | None, plot: str | None, as_json: bool) -> None:
     """What changed between two checkpoints, by tensor group and by weight magnitude, predicted and measured.
 

@@ -6,12 +6,13 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+
+from sprawl.commands.options import Command, FiniteRange, json_option, run_on_board
 
 if TYPE_CHECKING:
     from sprawl.board.store import Store
@@ -20,30 +21,38 @@ if TYPE_CHECKING:
     from sprawl.run.fleet import Fleet
 
 
-def _options(*, scaling: bool) -> Callable[..., Any]:
-    """Options of the commands here; those about scaling for some."""
-    options = [
-        click.argument("run_id", default="latest"),
-        click.option("--board", default="runs", envvar="SPRAWL_BOARD", show_default=True, show_envvar=True,
-                     help="Board directory or URL."),
-        click.option("--fleet", "kind", default="sky", show_default=True,
-                     help="Whose machines: sky (SkyPilot), or another one that is installed."),
-        click.option("--job-group", default=None, help="Managed job that islands are attached to: they end with it."),
-    ]  # fmt: skip
-    if scaling:
-        options += [
-            click.option("--settings", "settings_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                         default=None, help="YAML with fleet settings."),
-            click.option("--set", "overrides", multiple=True, metavar="NAME=VALUE",
-                         help="A fleet setting, for example max_islands=16 (repeatable)."),
-        ]  # fmt: skip
+def _machines(command: Command) -> Command:
+    """The run, and whose machines: parameters `run_id`, `board`, `kind`, `job_group`."""
+    command = click.option(
+        "--job-group", default=None, help="Managed job that islands are attached to: they end with it."
+    )(command)
+    command = click.option(
+        "--fleet",
+        "kind",
+        default="sky",
+        show_default=True,
+        help="Whose machines: sky (SkyPilot), or another one that is installed.",
+    )(command)
+    return run_on_board(command)
 
-    def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
 
-    return wrap
+def _scaling(command: Command) -> Command:
+    """`_machines`, and how they are scaled: parameters `settings_file`, `overrides`."""
+    command = click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A fleet setting, for example max_islands=16 (repeatable).",
+    )(command)
+    command = click.option(
+        "--settings",
+        "settings_file",
+        type=click.Path(path_type=Path),
+        default=None,
+        help="YAML with fleet settings.",
+    )(command)
+    return _machines(command)
 
 
 @click.group()
@@ -66,9 +75,9 @@ def fleet() -> None:
 
 
 @fleet.command("run")
-@click.option("--every", "every_s", type=click.FloatRange(min=1), default=30.0, show_default=True,
+@click.option("--every", "every_s", type=FiniteRange(min=1), default=30.0, show_default=True,
               help="Seconds between two looks.")  # fmt: skip
-@_options(scaling=True)
+@_scaling
 def run_command(
     run_id: str,
     board: str,
@@ -111,8 +120,8 @@ def run_command(
 
 
 @fleet.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@_options(scaling=True)
+@json_option
+@_scaling
 def look(
     run_id: str,
     board: str,
@@ -130,9 +139,9 @@ def look(
 
 
 @fleet.command()
-@click.option("--drain", "drain_s", type=click.FloatRange(min=0), default=0.0, show_default=True,
+@click.option("--drain", "drain_s", type=FiniteRange(min=0), default=0.0, show_default=True,
               help="Seconds that islands in service get to finish by themselves.")  # fmt: skip
-@_options(scaling=False)
+@_machines
 def reap(run_id: str, board: str, kind: str, job_group: str | None, drain_s: float) -> None:
     """End every island of a run and return when none is left.
 
@@ -147,8 +156,8 @@ def reap(run_id: str, board: str, kind: str, job_group: str | None, drain_s: flo
 
 
 @fleet.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@_options(scaling=False)
+@json_option
+@_machines
 def status(run_id: str, board: str, kind: str, job_group: str | None, as_json: bool) -> None:
     """What was decided, which machines there are, and which islands are alive. Changes nothing."""
     from sprawl.board.fleet_log import FleetLog

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from sprawl.commands.board_options import size
+from sprawl.commands.options import run_on_board, size
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -15,14 +15,7 @@ def metrics() -> None:
 
 
 @metrics.command()
-@click.argument("run_id", default="latest")
-@click.option(
-    "--board",
-    envvar="SPRAWL_BOARD",
-    default="runs",
-    show_default="$SPRAWL_BOARD, else runs",
-    help="Board the run lives on: a directory or an object-store URL.",
-)
+@run_on_board
 @click.option(
     "--parquet",
     "parquet_file",
@@ -49,6 +42,7 @@ def export(run_id: str, board: str, parquet_file: Path | None, tensorboard_dir: 
     from sprawl.board.ledger import Ledger, resolve_run
     from sprawl.board.reader import VersionReader
     from sprawl.board.store import open_store
+    from sprawl.errors import file_failure
     from sprawl.report.data import load_run
     from sprawl.report.export import parquet, tensorboard
     from sprawl.report.export.board import export_to_board
@@ -66,8 +60,11 @@ def export(run_id: str, board: str, parquet_file: Path | None, tensorboard_dir: 
     table = parquet.up_to_date(ledger, head, parquet.read_parquet(store, name))
     if parquet_file is not None:
         data = parquet.encode(table)
-        parquet_file.parent.mkdir(parents=True, exist_ok=True)
-        parquet_file.write_bytes(data)
+        try:
+            parquet_file.parent.mkdir(parents=True, exist_ok=True)
+            parquet_file.write_bytes(data)
+        except OSError as error:
+            raise file_failure("write", parquet_file, error) from None
         click.echo(f"{parquet_file}: {table.num_rows} steps, {len(table.column_names)} columns, {size(len(data))}")
     if tensorboard_dir is not None:
         folder = tensorboard_dir / name

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from sprawl.commands.options import json_option
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 )
 @click.option("--sizing", is_flag=True, help="Print the sizing table of public model shapes instead; needs no CONFIG.")
 @click.option("--served", default=None, help="Served format of the sizing table.  [default: bfloat16]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def plan(
     config: Path | None,
     overrides: tuple[str, ...],
@@ -77,6 +79,8 @@ def plan(
         return
     if config is None:
         raise click.UsageError("give a CONFIG, or --sizing")
+    if served is not None:
+        raise click.UsageError("--served is for --sizing; of a CONFIG it is --set publish.dtype=FORMAT")
     from sprawl.config import load_config
     from sprawl.plan.estimate import Assumptions, Prices, plan_run
     from sprawl.plan.size import size_of
@@ -111,19 +115,18 @@ def _given(kind: type[M], given: tuple[str, ...], option: str) -> M:
     from sprawl.errors import ConfigError
 
     try:
-        return kind.model_validate(apply_overrides({}, list(given)))
+        return kind.model_validate(apply_overrides({}, list(given), option))
     except ValidationError as error:
         raise ConfigError(describe_validation_error(error, kind, option)) from None
 
 
 def describe(plan: Plan) -> str:
     """The plan as text."""
-    saved = plan.dense_boundary_bytes / plan.boundary_bytes if plan.boundary_bytes else 1.0
     lines = [
         f"model      {plan.parameters:,} parameters, {_bytes(plan.served_bytes)} as served",
         f"a step     {plan.tokens:,} tokens",
         f"  version    {_bytes(plan.delta_bytes)} delta; {_bytes(plan.board_bytes)} to the board, keyframes included",
-        f"  boundaries {_bytes(plan.boundary_bytes)} ({saved:.1f} times less than dense)",
+        f"  boundaries {_boundaries(plan)}",
         f"  rollouts   {_bytes(plan.rollout_bytes)}",
         f"  checkpoint {_bytes(plan.checkpoint_bytes)} when one is due; sign map {_bytes(plan.sign_bytes)} a fire",
         "to sync    " + "  ".join(f"{name:>11}" for name in plan.links),
@@ -139,6 +142,16 @@ def describe(plan: Plan) -> str:
     parts = ", ".join(f"{name} {value:.2f}" for name, value in plan.dollars.items() if value)
     lines.append(f"an hour    ${plan.hourly:.2f}" + (f" ({parts})" if parts else " (no --price given)"))
     return "\n".join(lines)
+
+
+def _boundaries(plan: Plan) -> str:
+    """Bytes that cross the stage boundaries, and how they compare."""
+    if not plan.boundary_bytes:
+        return "none: one stage"
+    if plan.boundary_bytes == plan.dense_boundary_bytes:
+        return f"{_bytes(plan.boundary_bytes)} (dense)"
+    saved = plan.dense_boundary_bytes / plan.boundary_bytes
+    return f"{_bytes(plan.boundary_bytes)} ({saved:.1f} times less than dense)"
 
 
 def sizing_table(rows: list[Any]) -> str:

@@ -7,20 +7,15 @@ from pathlib import Path
 
 import click
 
+from sprawl.commands.options import json_option, run_on_board
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run_id", default="latest")
-@click.option(
-    "--board",
-    envvar="SPRAWL_BOARD",
-    default="runs",
-    show_default="$SPRAWL_BOARD, else runs",
-    help="Board the run lives on: a directory or an object-store URL.",
-)
+@run_on_board
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Where to write.  [default: reports/<run_id>]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object and nothing else.")
+@json_option
 @click.option(
     "--compare",
     "others",

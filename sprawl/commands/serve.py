@@ -11,11 +11,12 @@ from typing import Any
 
 import click
 
+from sprawl.commands.options import FiniteRange, board_option
+
 EXIT_S = 10.0
 
 _OPTIONS = [
-    click.option("--board", default="runs", envvar="SPRAWL_BOARD", show_default=True, show_envvar=True,
-                 help="Board directory or URL."),
+    board_option,
     click.option("--run-id", default=None, help="Run to serve; default: the newest on the board."),
     click.option("--island-id", default=None, help="Name in responses and on the board; default: a random one."),
     click.option("--host", default="127.0.0.1", show_default=True,
@@ -30,7 +31,7 @@ _OPTIONS = [
                  help="demand: advance when a request needs it; eager: as soon as there is one. Default: the run's."),
     click.option("--commit-mode", type=click.Choice(["in_place", "quiesce"]), default="in_place", show_default=True,
                  help="in_place: requests in flight continue with the new weights; quiesce: they finish first."),
-    click.option("--max-wait", "max_wait_s", type=click.FloatRange(min=0), default=30.0, show_default=True,
+    click.option("--max-wait", "max_wait_s", type=FiniteRange(min=0), default=30.0, show_default=True,
                  help="Seconds a request may wait for its version before it gets a 409."),
     click.option("--max-requests", type=click.IntRange(min=1), default=256, show_default=True,
                  help="Requests held at once, waiting ones included; more get a 503 with Retry-After."),
@@ -52,11 +53,11 @@ _OPTIONS = [
     click.option("--tls-key", default=None, metavar="FILE", help="Its private key (PEM)."),
     click.option("--region", default=None, envvar="SPRAWL_REGION", show_envvar=True,
                  help="Read versions through the mirrors of this region (sprawl mirror); default: from the board."),
-    click.option("--wait-for-run", "wait_for_run_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+    click.option("--wait-for-run", "wait_for_run_s", type=FiniteRange(min=0), default=0.0, metavar="SECONDS",
                  help="How long the run may take to appear on the board. Default: it has to be there."),
     click.option("--obey-fleet", is_flag=True,
                  help="Drain and end when the run's fleet (sprawl fleet) needs this island no more, or is closed."),
-    click.option("--exit-when-idle", type=click.FloatRange(min=1), default=None, metavar="SECONDS",
+    click.option("--exit-when-idle", type=FiniteRange(min=1), default=None, metavar="SECONDS",
                  help="Drain and end after so long without a request or a new version."),
     click.option("--exit-with-parent", is_flag=True, help="Stop when the process that started this one ends."),
 ]  # fmt: skip

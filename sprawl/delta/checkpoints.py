@@ -20,6 +20,7 @@ from sprawl.delta.state import State
 from sprawl.errors import SprawlError
 
 INDEX = "model.safetensors.index.json"
+_ACCESS = "check the URL, the network, and the credentials in the environment"
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -101,7 +102,7 @@ class Checkpoint:
         except ImportError as error:
             raise SprawlError(f"cannot open {url}: {error}", "install the file system it names") from None
         except Exception as error:  # every file system has errors of its own, missing credentials for one
-            raise SprawlError(f"cannot open {url}: {_one_line(error)}") from error
+            raise SprawlError(f"cannot open {url}: {_one_line(error)}", _ACCESS) from error
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         form, place = self.forms[name], self._places[name]
@@ -112,7 +113,7 @@ class Checkpoint:
         try:
             data = self._fs.cat_file(place.file, start=start, end=start + (end - begin) * size)
         except Exception as error:  # as above
-            raise SprawlError(f"cannot read {place.file}: {_one_line(error)}") from error
+            raise SprawlError(f"cannot read {place.file}: {_one_line(error)}", _ACCESS) from error
         if len(data) != (end - begin) * size:
             raise SprawlError(f"{place.file} ends inside tensor {name!r}", "copy the checkpoint again")
         return torch.frombuffer(bytearray(data), dtype=form.dtype)
@@ -124,7 +125,7 @@ class Checkpoint:
             try:
                 named = sorted(set(json.loads(self._fs.cat_file(f"{root}/{INDEX}"))["weight_map"].values()))
             except (ValueError, KeyError, AttributeError, TypeError):
-                raise SprawlError(f"{root}/{INDEX} is not an index of safetensors shards") from None
+                raise SprawlError(f"{root}/{INDEX} is not an index of safetensors shards", "copy it again") from None
             missing = [file for file in named if not self._fs.isfile(f"{root}/{file}")]
             if missing:
                 raise SprawlError(f"{root}/{missing[0]} is missing, its index names it", "copy the checkpoint again")
@@ -133,7 +134,7 @@ class Checkpoint:
             raise SprawlError(f"no model at {self.url}", "give a safetensors file or a directory that holds some")
         found = sorted(file for file in self._fs.ls(root, detail=False) if str(file).endswith(".safetensors"))
         if not found:
-            raise SprawlError(f"{self.url} holds no .safetensors files")
+            raise SprawlError(f"{self.url} holds no .safetensors files", "give the directory with the model's weights")
         return found
 
     def _open_shard(self, file: str) -> None:
@@ -159,7 +160,9 @@ class Checkpoint:
         except SprawlError:
             raise
         except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SprawlError(f"{file} is not a readable safetensors file: {_one_line(error)}") from None
+            raise SprawlError(
+                f"{file} is not a readable safetensors file: {_one_line(error)}", "copy it again, or give another file"
+            ) from None
 
 
 def _tensors(header: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

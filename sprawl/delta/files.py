@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from sprawl.delta.state import State, clone_state
 from sprawl.delta.whole import encode_whole
-from sprawl.errors import SprawlError
+from sprawl.errors import SprawlError, file_failure
 
 WEIGHTS = "model.safetensors"
 
@@ -23,7 +24,7 @@ def shards(path: str | Path) -> list[Path]:
         raise SprawlError(f"no model at {path}", "give a safetensors file or a directory that holds some")
     found = sorted(path.glob("*.safetensors"))
     if not found:
-        raise SprawlError(f"{path} holds no .safetensors files")
+        raise SprawlError(f"{path} holds no .safetensors files", "give the directory that holds the model's weights")
     return found
 
 
@@ -37,7 +38,8 @@ def load_state(path: str | Path) -> State:
         try:
             tensors = load_file(file)
         except (SafetensorError, OSError, ValueError) as error:
-            raise SprawlError(f"{file} is not a readable safetensors file: {' '.join(str(error).split())}") from None
+            what = f"{file} is not a readable safetensors file: {' '.join(str(error).split())}"
+            raise SprawlError(what, "copy it again, or give another file") from None
         twice = sorted(set(state) & set(tensors))
         if twice:
             raise SprawlError(f"tensor {twice[0]!r} is in more than one shard of {path}", "remove left-over shards")
@@ -62,7 +64,7 @@ def save_state(state: State, directory: str | Path, like: str | Path | None = No
                 if file.suffix in (".json", ".txt", ".jinja", ".model") and ".safetensors" not in file.name:
                     shutil.copy2(file, directory / file.name)
     except OSError as error:
-        raise SprawlError(f"cannot write {directory}: {error.strerror or error}") from None
+        raise file_failure("write", directory, error) from None
     write_atomically(target, encode_whole(state))
     return target
 
@@ -72,7 +74,7 @@ def read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise SprawlError(f"cannot read {path}: {error.strerror or error}") from None
+        raise file_failure("read", path, error) from None
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -82,5 +84,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise SprawlError(f"cannot write {path}: {error.strerror or error}") from None
+        with suppress(OSError):
+            temporary.unlink()
+        raise file_failure("write", path, error) from None

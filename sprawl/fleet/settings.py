@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from sprawl.config import apply_overrides, describe_validation_error
+from sprawl.config_files import apply_overrides, read_yaml, validated
 from sprawl.config_training import Section
-from sprawl.errors import ConfigError
 
 Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -80,13 +78,7 @@ class FleetSettings(Section):
 def load_settings(path: Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> FleetSettings:
     """Settings from a YAML file and `name=value` overrides. Raises ConfigError with one line that names the field."""
     source = str(path) if path else "fleet settings"
-    try:
-        data = yaml.safe_load(path.read_text()) if path else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source}: expected a mapping of fleet settings")
-    try:
-        return FleetSettings.model_validate(apply_overrides(data, list(overrides)))
-    except ValidationError as error:
-        raise ConfigError(describe_validation_error(error, FleetSettings, source)) from None
+    data = read_yaml(path, "fleet settings", "or give them one by one with --set NAME=VALUE") if path else {}
+    if isinstance(data, dict):
+        data = apply_overrides(data, list(overrides))
+    return validated(FleetSettings, data, source, "fleet settings")

@@ -13,9 +13,10 @@ import numpy as np
 
 import sprawl
 from sprawl.board import keys
+from sprawl.board.commit import CommitOptions
 from sprawl.board.ledger import Ledger
 from sprawl.board.publisher import Publisher
-from sprawl.board.reader import VersionReader
+from sprawl.board.reader import VersionReader, nothing_published
 from sprawl.board.records import RunRecord
 from sprawl.board.signing import Signer
 from sprawl.board.store import Store
@@ -79,9 +80,7 @@ def import_layout(
         )
     else:
         at, state, files = chain.anchor, load_state(base), _config_files(base)
-    publisher = Publisher(
-        board,
-        name,
+    options = CommitOptions(
         keyframe_every=keyframe_every,
         dtype=_dtype(state),
         writer="import",
@@ -89,6 +88,7 @@ def import_layout(
         signer=signer,
         origin=min(reader.versions(), default=at),
     )
+    publisher = Publisher(board, name, options)
     done = _Done(name, progress)
 
     def publish(version: int, state: State) -> None:
@@ -136,11 +136,13 @@ def export_run(
     """
     versions = reader.versions()
     if not versions:
-        raise BoardError(f"run {reader.run_id!r} on board {reader.store.url} has published no version")
+        raise nothing_published(reader.run_id, reader.store.url)
     first = versions[0] if first is None else first
     last = versions[-1] if last is None else last
     if first > last:
         raise BoardError(f"cannot export from version {first} to {last}", "give the older version first")
+    for version in (first, last):
+        reader.require(version)  # before anything is written
     writer = LayoutWriter(target, reader.run_id, encoding=encoding, checksum=checksum, folder=folder)
     head = writer.head()
     if head is not None and head >= last:

@@ -18,6 +18,7 @@ import hmac
 import json
 from collections.abc import Mapping
 
+from sprawl.exposition import Labels, Page
 from sprawl.mirror.http import Answer, Request
 from sprawl.mirror.objects import MAX_WAIT_S, ROUTE, BlobKey, ManifestKey, parse, wait_of
 from sprawl.mirror.relay import Relay, StillFetching, Unavailable
@@ -87,23 +88,18 @@ class Answers:
 def metrics(relay: Relay) -> str:
     """Prometheus text."""
     totals, cache = relay.totals, relay.cache
-    lines: list[str] = []
-
-    def add(name: str, kind: str, help_text: str, value: int | Mapping[str, int]) -> None:
-        lines.append(f"# HELP sprawl_mirror_{name} {help_text}")
-        lines.append(f"# TYPE sprawl_mirror_{name} {kind}")
-        rows = value if isinstance(value, Mapping) else {"": value}
-        lines.extend(f"sprawl_mirror_{name}{labels} {number}" for labels, number in rows.items())
-
-    responses = {f'{{kind="{kind}",status="{status}"}}': n for (kind, status), n in totals.responses.items()}
-    add("responses_total", "counter", "Requests answered.", responses)
-    add("sent_bytes_total", "counter", "Bytes of objects that readers were answered with.", totals.sent_bytes)
-    add("board_requests_total", "counter", "Requests to the board.", totals.board_requests)
-    add("board_bytes_total", "counter", "Bytes fetched from the board.", totals.board_bytes)
-    add("board_failures_total", "counter", "Requests to the board that failed.", totals.board_failures)
-    add("waiting_readers", "gauge", "Readers held until a version appears.", totals.waiting)
-    add("cache_bytes", "gauge", "Bytes of blobs on disk.", cache.used)
-    add("cache_blobs", "gauge", "Blobs on disk.", len(cache))
-    add("evicted_total", "counter", "Blobs deleted to make room.", cache.evicted)
-    add("damaged_total", "counter", "Blobs on disk that no longer had their digest.", cache.damaged)
-    return "\n".join(lines) + "\n"
+    page = Page("sprawl_mirror_")
+    responses: dict[Labels, float] = {
+        (("kind", kind), ("status", str(status))): n for (kind, status), n in totals.responses.items()
+    }
+    page.add("responses_total", "counter", "Requests answered.", responses)
+    page.add("sent_bytes_total", "counter", "Bytes of objects that readers were answered with.", totals.sent_bytes)
+    page.add("board_requests_total", "counter", "Requests to the board.", totals.board_requests)
+    page.add("board_bytes_total", "counter", "Bytes fetched from the board.", totals.board_bytes)
+    page.add("board_failures_total", "counter", "Requests to the board that failed.", totals.board_failures)
+    page.add("waiting_readers", "gauge", "Readers held until a version appears.", totals.waiting)
+    page.add("cache_bytes", "gauge", "Bytes of blobs on disk.", cache.used)
+    page.add("cache_blobs", "gauge", "Blobs on disk.", len(cache))
+    page.add("evicted_total", "counter", "Blobs deleted to make room.", cache.evicted)
+    page.add("damaged_total", "counter", "Blobs on disk that no longer had their digest.", cache.damaged)
+    return page.text()

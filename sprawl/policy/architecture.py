@@ -9,6 +9,7 @@ from typing import Any
 from sprawl.errors import ConfigError
 
 FAMILIES = {"qwen2", "qwen3", "llama"}
+_NEEDED = ("num_attention_heads", "hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Architecture:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
         """Read `config.json`. Raises ConfigError for a family or a feature that is not supported."""
+        if not isinstance(config, Mapping):
+            raise ConfigError("config.json of the model is no mapping of settings", "give the one that came with it")
         family = str(config.get("model_type", "?"))
         if family not in FAMILIES:
             raise ConfigError(f"model_type {family!r} is not supported", f"supported: {', '.join(sorted(FAMILIES))}")
@@ -44,6 +47,11 @@ class Architecture:
             raise ConfigError(f"rope type {rope_type!r} is not supported", "use a model with default rotary embeddings")
         if config.get("use_sliding_window"):
             raise ConfigError("sliding-window attention is not supported", "set use_sliding_window to false")
+        missing = [name for name in _NEEDED if not isinstance(config.get(name), int)]
+        if missing:
+            raise ConfigError(
+                f"config.json of the model has no number {', '.join(missing)}", "give the one that came with it"
+            )
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
         return cls(

@@ -39,10 +39,14 @@ def load_auxiliary(directory: Path) -> dict[str, bytes]:
 
 
 def read_architecture(files: Mapping[str, bytes]) -> Architecture:
-    """Architecture from the bytes of config.json."""
+    """Architecture from the bytes of config.json. Raises ConfigError: there is none, or it cannot be used."""
     if "config.json" not in files:
         raise ConfigError("the base model has no config.json", "policy.base must be a HF safetensors directory")
-    return Architecture.from_hf(json.loads(files["config.json"]))
+    try:
+        config = json.loads(files["config.json"])
+    except ValueError as error:
+        raise ConfigError(f"config.json of the model is not JSON: {error}", "give the one that came with it") from None
+    return Architecture.from_hf(config)
 
 
 def served_files(files: Mapping[str, bytes], format: str, names: Iterable[str]) -> dict[str, bytes]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sprawl.config import Section, describe_validation_error
+from sprawl.config import Section
+from sprawl.config_files import describe_validation_error
 from sprawl.errors import ConfigError
 from sprawl.problems.addition import Addition, AdditionParams
 from sprawl.problems.arithmetic import Arithmetic, ArithmeticParams

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sprawl.errors import SprawlError
+from sprawl.errors import SprawlError, file_failure
 from sprawl.report.data import RunData
 from sprawl.report.numbers import finite, rolling_mean
 from sprawl.report.series import probed, smooth_window, step_numbers
@@ -237,5 +237,5 @@ def write_comparison(runs: Sequence[RunData], out: Path, name: str = "comparison
         paths.markdown.write_text(comparison_markdown(rows), encoding="utf-8")
         paths.json.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise SprawlError(f"cannot write the comparison under {out}: {error.strerror}") from None
+        raise file_failure("write the comparison under", out, error) from None
     return paths

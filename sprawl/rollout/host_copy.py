@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sprawl.errors import IntegrityError, SprawlError
+from sprawl.errors import IntegrityError, SprawlError, file_failure
 
 if TYPE_CHECKING:
     from sprawl.board.local_copy import LocalCopy, Staged
@@ -168,4 +168,4 @@ class DiskCopy:
                 if not path.exists() or path.read_bytes() != data:
                     replace_durably(path, data)
         except OSError as error:
-            raise SprawlError(f"cannot write {self.directory}: {error.strerror or error}") from None
+            raise file_failure("write", self.directory, error) from None

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sprawl.config import describe_validation_error
+from sprawl.config_files import describe_validation_error
 from sprawl.rollout.engine import EngineError
 from sprawl.rollout.gate import GateClosed, Refused
 from sprawl.rollout.refusals import BadRequest, Busy

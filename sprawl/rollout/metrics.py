@@ -1,46 +1,12 @@
-"""/metrics: the Prometheus text format, written by hand. docs/operations.md lists what is here."""
+"""/metrics of an island, for Prometheus. docs/operations.md lists what is here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import accumulate
 from typing import get_args
 
-from sprawl.rollout.counters import SECONDS, Histogram
+from sprawl.exposition import Histogram, Labels, Page
 from sprawl.rollout.service import Service
 from sprawl.rollout.wire import ServerState
-
-Labels = tuple[tuple[str, str], ...]
-
-
-class Page:
-    """Metrics in the order in which they are added. Names start with `sprawl_`; seconds and counts in base units."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def add(self, name: str, kind: str, help_text: str, values: Mapping[Labels, float] | float | None) -> None:
-        """One metric; nothing when there is no value."""
-        if values is None:
-            return
-        self._head(name, kind, help_text)
-        for labels, value in (values if isinstance(values, Mapping) else {(): values}).items():
-            self._row(name, labels, value)
-
-    def histogram(self, name: str, help_text: str, values: Mapping[Labels, Histogram]) -> None:
-        self._head(name, "histogram", help_text)
-        bounds = [*map(repr, SECONDS), "+Inf"]
-        for labels, histogram in values.items():
-            for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
-                self._row(f"{name}_bucket", (*labels, ("le", bound)), count)
-            self._row(f"{name}_sum", labels, histogram.total)
-            self._row(f"{name}_count", labels, sum(histogram.counts))
-
-    def _head(self, name: str, kind: str, help_text: str) -> None:
-        self.lines += [f"# HELP sprawl_{name} {help_text}", f"# TYPE sprawl_{name} {kind}"]
-
-    def _row(self, name: str, labels: Labels, value: float) -> None:
-        self.lines.append(f"sprawl_{name}{_braces(labels)} {_number(value)}")
 
 
 def render(service: Service) -> str:
@@ -48,7 +14,7 @@ def render(service: Service) -> str:
     page = Page()
     _weights(page, service)
     _requests(page, service)
-    return "\n".join(page.lines) + "\n"
+    return page.text()
 
 
 def _weights(page: Page, service: Service) -> None:
@@ -100,17 +66,3 @@ def _requests(page: Page, service: Service) -> None:
 
 def _is(value: object) -> float:
     return float(value is not None)
-
-
-def _braces(labels: Labels) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if float(value).is_integer() else repr(float(value))

@@ -75,35 +75,37 @@ class Collected:
     seconds: float  # first request sent to durable; of a stream, the longest that a group of it was sampled for
 
 
+@dataclass(frozen=True)
+class SamplingJob:
+    """What a run samples: problems, how they become tokens and where a sample ends, which islands it asks and which
+    board its batches go to. `discover` returns the islands there are now."""
+
+    config: RunConfig
+    store: Store
+    run_id: str
+    tokenizer: Tokenizer
+    problems: ProblemSet
+    stop_ids: list[int]
+    discover: Callable[[], list[IslandRecord]]
+
+
 class Collector:
     """Owns a client and the event loop thread it lives in."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        store: Store,
-        run_id: str,
-        tokenizer: Tokenizer,
-        problems: ProblemSet,
-        stop_ids: list[int],
-        discover: Callable[[], list[IslandRecord]],
-    ) -> None:
-        self.config = config
-        self.store = store
-        self.run_id = run_id
-        self.problems = problems
-        self._discover = discover
+    def __init__(self, job: SamplingJob) -> None:
+        self.job = job
+        self.config = job.config
         self._pending: dict[int, Future[Collected]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="collector", daemon=True)
         self._thread.start()
         self.client: RolloutClient = self.run(self._open_client())
-        self.sampler = GroupSampler(self.client, config.rollout, tokenizer, problems, stop_ids)
+        self.sampler = GroupSampler(self.client, job.config.rollout, job.tokenizer, job.problems, job.stop_ids)
 
     async def _open_client(self) -> RolloutClient:
         rollout = self.config.rollout
         return RolloutClient(
-            self._discover, timeout_s=rollout.timeout_s, hedge=rollout.hedge, continuation=rollout.continuation
+            self.job.discover, timeout_s=rollout.timeout_s, hedge=rollout.hedge, continuation=rollout.continuation
         )
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -152,7 +154,7 @@ class Collector:
 
     def load(self, step: int) -> RolloutBatch:
         """A batch from the board. Raises MissingKey."""
-        return load_batch(self.store, self.run_id, step)
+        return load_batch(self.job.store, self.job.run_id, step)
 
     def close(self) -> None:
         for future in self._pending.values():
@@ -192,13 +194,13 @@ class Collector:
             scores = [row.reward for group in sampled for row in group.rows]
             batch = replace(batch, draws=Sampled(len(sampled), sum(scores) / len(scores)))
         # Written before anyone trains on it; when two trainers raced, the batch that is there is the batch.
-        if not self.store.create(keys.rollouts(self.run_id, step), to_bytes(batch)):
+        if not self.job.store.create(keys.rollouts(self.job.run_id, step), to_bytes(batch)):
             batch = self.load(step)
         return Collected(batch, False, time.perf_counter() - started)
 
     async def _sample(self, step: int, numbers: range) -> list[Group]:
         """A group a prompt number, scored."""
-        problems = [self.problems.train(number) for number in numbers]
+        problems = [self.job.problems.train(number) for number in numbers]
         seeds = [
             [sample_seed(self.config.seed, problem.index, s, step) for s in range(self.config.rollout.samples)]
             for problem in problems

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 
 from sprawl.board.ledger import is_live
 from sprawl.board.records import EvaluationRecord, EventRecord, IslandRecord, StepRecord
-from sprawl.rollout.metrics import Labels, Page
+from sprawl.exposition import Labels, Page
 
 
 class TrainerMetrics:
@@ -68,7 +68,7 @@ class TrainerMetrics:
         for island in islands:
             states[(("state", "live" if is_live(island, moment) else "lost"),)] += 1
         page.add("trainer_islands", "gauge", "Islands on the board, by their heartbeats.", states)
-        return "\n".join(page.lines) + "\n"
+        return page.text()
 
     def _run(self, page: Page) -> None:
         page.add("trainer_info", "gauge", "Always 1; which run this is.", {(("run_id", self._run_id),): 1.0})

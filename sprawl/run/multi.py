@@ -5,32 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from sprawl.board.ledger import Ledger
 from sprawl.board.parts import Part, PartCommitter
 from sprawl.board.reader import VersionReader
 from sprawl.board.receipts import PublishReceipt
-from sprawl.board.signing import Signer, Trust
-from sprawl.board.store import Store
-from sprawl.config import RunConfig
 from sprawl.delta.state import root_digest
-from sprawl.policy.checkpoint import served_files
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.run.base_model import BaseModel
 from sprawl.run.launch import drive
+from sprawl.run.opening import TakenRun
 from sprawl.run.signs import SignMaps
 from sprawl.run.stage_share import StageShare
-from sprawl.run.trainers import published_root
+from sprawl.run.trainers import RunTrainer, SingleProcess, commit_options, published_root
 from sprawl.train.checkpoint import Shard, commit_checkpoint
 from sprawl.train.runtime.control import Message
 from sprawl.train.steering import Steering
 from sprawl.train.trainer import StepStats
 
 T = TypeVar("T")
+
+
+def open_trainer(run: TakenRun, base: BaseModel) -> RunTrainer:
+    """The trainer that `policy.runtime` names."""
+    return SingleProcess(run, base) if run.config.policy.processes == 1 else MultiProcess(run, base)
 
 
 class MultiProcess:
@@ -40,46 +40,23 @@ class MultiProcess:
     from its board.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        store: Store,
-        ledger: Ledger,
-        base: BaseModel,
-        *,
-        board: str,
-        log_dir: Path,
-        epoch: int,
-        signer: Signer | None,
-        trust: Trust | None,
-    ) -> None:
-        self._config, self._ledger, self._epoch = config, ledger, epoch
-        self._reader = VersionReader(store, ledger.run_id, trust=trust)
-        policy = config.policy
-        self._driver, self._ranks = drive(
-            policy.processes, policy.stages, log_dir, config.threads.trainer, policy.liveness_s
-        )
+    def __init__(self, run: TakenRun, base: BaseModel) -> None:
+        self._run = run
+        self._reader = VersionReader(run.store, run.run_id, trust=run.trust)
+        policy, threads = run.config.policy, run.config.threads.trainer
+        self._driver, self._ranks = drive(policy.processes, policy.stages, run.log_dir, threads, policy.liveness_s)
         self._closed = False
 
         def opened() -> StageShare:
-            return StageShare(config, store, ledger, base, trust)
+            return StageShare(run.config, run.store, run.ledger, base, run.trust)
 
-        opening = {"do": "open", "board": board, "run_id": ledger.run_id, "epoch": epoch}
+        opening = {"do": "open", "board": run.board, "run_id": run.run_id, "epoch": run.epoch}
         try:
             self._share = self._everywhere(opening, "opening", opened)[0]
         except BaseException:
             self.close()
             raise
-        self._committer = PartCommitter(
-            store,
-            ledger.run_id,
-            keyframe_every=config.publish.keyframe_every,
-            dtype=config.publish.dtype,
-            epoch=epoch,
-            writer=f"trainer-{epoch}",
-            files=served_files(base.files, config.publish.dtype, base.weights),
-            signer=signer,
-        )
+        self._committer = PartCommitter(run.store, run.run_id, commit_options(run, base))
 
     def train(self, step: int, batch: RolloutBatch, signs: SignMaps, steering: Steering) -> StepStats:
         command = {"do": "train", "step": step, "fire": signs.fire, "steering": steering.as_dict()}
@@ -109,12 +86,12 @@ class MultiProcess:
         return here, published
 
     def checkpoint(self, step: int) -> None:
-        if self._ledger.checkpoint(step) is not None:
+        if self._run.ledger.checkpoint(step) is not None:
             return
         command = {"do": "checkpoint", "step": step}
         mine, answers = self._everywhere(command, f"checkpoint {step}", lambda: self._share.write_shard(step))
         shards = [mine, *(Shard.from_message(answer) for answer in answers)]
-        commit_checkpoint(self._ledger, step, self._epoch, shards)
+        commit_checkpoint(self._run.ledger, step, self._run.epoch, shards)
 
     def restore(self, step: int) -> None:
         self._everywhere({"do": "restore", "step": step}, f"restore {step}", lambda: self._share.restore(step))
@@ -123,7 +100,7 @@ class MultiProcess:
         self._driver.check()
 
     def describe_boundary(self) -> str:
-        policy, trainer = self._config.policy, self._share.trainer
+        policy, trainer = self._run.config.policy, self._share.trainer
         text = f"{trainer.codec.describe(trainer.decoder.arch.hidden)} at {policy.stages - 1} boundaries"
         pipelines = f", {policy.replicas} replicas" if policy.replicas > 1 else ""
         return f"{text} between {policy.processes} processes{pipelines}"

@@ -11,20 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from sprawl.board import keys
-from sprawl.board.records import IslandRecord
-from sprawl.board.store import MissingKey, Store
+from sprawl.board.store import MissingKey
 from sprawl.config import RunConfig
 from sprawl.errors import IntegrityError, SprawlError
-from sprawl.policy import Tokenizer
-from sprawl.problems import ProblemSet
 from sprawl.rollout.feed import FeedState
 from sprawl.rollout.trajectories import RolloutBatch, Sampled, to_bytes
 from sprawl.rollout.wire import VersionPolicy
-from sprawl.run.collector import Collected, Collector, sample_seed
+from sprawl.run.collector import Collected, Collector, SamplingJob, sample_seed
 from sprawl.run.groups import Group, join
 from sprawl.run.pool import Asked, Choice, Pool, PoolLimits
 
@@ -48,21 +44,12 @@ def pool_limits(config: RunConfig) -> PoolLimits:
 class StreamCollector(Collector):
     """A collector whose islands are never without work while the trainer can use it. The pool lives on the loop."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        store: Store,
-        run_id: str,
-        tokenizer: Tokenizer,
-        problems: ProblemSet,
-        stop_ids: list[int],
-        discover: Callable[[], list[IslandRecord]],
-    ) -> None:
+    def __init__(self, job: SamplingJob) -> None:
         self._pool: Pool[Group] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
-        super().__init__(config, store, run_id, tokenizer, problems, stop_ids, discover)
+        super().__init__(job)
 
     def run_ahead(self, step: int) -> None:
         """The stream is ahead by itself."""
@@ -86,7 +73,7 @@ class StreamCollector(Collector):
         choice = await self._choose(pool)
         batch = _batch(step, choice)
         data = to_bytes(batch)
-        if await asyncio.to_thread(self.store.create, keys.rollouts(self.run_id, step), data):
+        if await asyncio.to_thread(self.job.store.create, keys.rollouts(self.job.run_id, step), data):
             pool.commit(choice)
         else:  # two trainers raced, or the reply to our own write was lost: the batch that is there is the batch
             batch = await asyncio.to_thread(self.load, step)
@@ -103,7 +90,7 @@ class StreamCollector(Collector):
 
     def _state(self, batch: RolloutBatch) -> FeedState:
         if batch.feed is None:
-            key = keys.rollouts(self.run_id, batch.step)
+            key = keys.rollouts(self.job.run_id, batch.step)
             raise IntegrityError(f"{key} does not say where the stream stood: it is no batch of rollout.feed: stream")
         return batch.feed
 
@@ -143,7 +130,7 @@ class StreamCollector(Collector):
 
     async def _ask(self, pool: Pool[Group], asked: Asked) -> None:
         try:
-            problem = self.problems.train(asked.number)
+            problem = self.job.problems.train(asked.number)
             samples = range(self.config.rollout.samples)
             seeds = [sample_seed(self.config.seed, problem.index, sample, asked.number) for sample in samples]
             policy = VersionPolicy(min_version=asked.min_version)
@@ -186,15 +173,7 @@ def _batch(step: int, choice: Choice[Group]) -> RolloutBatch:
     return replace(batch, draws=Sampled(groups, score / groups))
 
 
-def open_collector(
-    config: RunConfig,
-    store: Store,
-    run_id: str,
-    tokenizer: Tokenizer,
-    problems: ProblemSet,
-    stop_ids: list[int],
-    discover: Callable[[], list[IslandRecord]],
-) -> Collector:
+def open_collector(job: SamplingJob) -> Collector:
     """The collector that `rollout.feed` names."""
-    kind = StreamCollector if config.rollout.feed == "stream" else Collector
-    return kind(config, store, run_id, tokenizer, problems, stop_ids, discover)
+    kind = StreamCollector if job.config.rollout.feed == "stream" else Collector
+    return kind(job)

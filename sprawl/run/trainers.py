@@ -7,19 +7,17 @@ from typing import Any, Protocol
 
 import torch
 
-from sprawl.board.ledger import Ledger
+from sprawl.board.commit import CommitOptions
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
 from sprawl.board.receipts import PublishReceipt
-from sprawl.board.signing import Signer, Trust
-from sprawl.board.store import Store
-from sprawl.config import RunConfig
 from sprawl.delta.state import State, root_digest, served_view, tensor_digests
 from sprawl.errors import SprawlError
 from sprawl.policy import Decoder
 from sprawl.policy.checkpoint import served_files
 from sprawl.rollout.trajectories import RolloutBatch
 from sprawl.run.base_model import BaseModel
+from sprawl.run.opening import TakenRun
 from sprawl.run.signs import SignMaps
 from sprawl.train.chains import MastersWriter
 from sprawl.train.checkpoint import restore, save_checkpoint
@@ -65,39 +63,34 @@ def published_root(reader: VersionReader, version: int) -> str:
     return manifest.root_digest
 
 
+def commit_options(run: TakenRun, base: BaseModel) -> CommitOptions:
+    """How this trainer commits its versions."""
+    publish = run.config.publish
+    return CommitOptions(
+        keyframe_every=publish.keyframe_every,
+        dtype=publish.dtype,
+        epoch=run.epoch,
+        writer=f"trainer-{run.epoch}",
+        files=served_files(base.files, publish.dtype, base.weights),
+        signer=run.signer,
+    )
+
+
 class SingleProcess:
     """All stages in this process; boundaries are tensors that only payloads cross."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        store: Store,
-        ledger: Ledger,
-        base: BaseModel,
-        *,
-        epoch: int,
-        signer: Signer | None,
-        trust: Trust | None,
-    ) -> None:
-        self._config, self._store, self._ledger, self._epoch = config, store, ledger, epoch
-        self._reader = VersionReader(store, ledger.run_id, trust=trust)
+    def __init__(self, run: TakenRun, base: BaseModel) -> None:
+        config = run.config
+        self._run = run
+        self._reader = VersionReader(run.store, run.run_id, trust=run.trust)
         decoder, reference = Decoder(base.arch), Decoder(base.arch)
         decoder.load_served(base.weights, torch.float32)
         # The reference is version 0 as it is served; it is never trained, so it needs no fp32 copy under autocast.
         reference.load_served(base.reference(config), getattr(torch, config.policy.compute_dtype))
         reference.requires_grad_(False)
         self._trainer = Trainer(decoder, reference, config)
-        self._masters = MastersWriter(store, ledger, DeltaPlan.of(config), threads=config.threads.trainer)
-        self._publisher = Publisher(
-            store,
-            ledger.run_id,
-            keyframe_every=config.publish.keyframe_every,
-            dtype=config.publish.dtype,
-            epoch=epoch,
-            writer=f"trainer-{epoch}",
-            files=served_files(base.files, config.publish.dtype, base.weights),
-            signer=signer,
-        )
+        self._masters = MastersWriter(run.store, run.ledger, DeltaPlan.of(config), threads=config.threads.trainer)
+        self._publisher = Publisher(run.store, run.run_id, commit_options(run, base))
 
     def train(self, step: int, batch: RolloutBatch, signs: SignMaps, steering: Steering) -> StepStats:
         self._trainer.use_bases(signs.bases)
@@ -113,23 +106,23 @@ class SingleProcess:
         return here, published
 
     def checkpoint(self, step: int) -> None:
-        trainer, place = self._trainer, (self._store, self._ledger, step, self._epoch)
+        trainer, place = self._trainer, (self._run.store, self._run.ledger, step, self._run.epoch)
         save_checkpoint(*place, trainer.decoder, trainer.optimizer, trainer.codec, self._masters)
 
     def restore(self, step: int) -> None:
         trainer = self._trainer
-        restore(self._store, self._ledger, step, trainer.decoder, trainer.optimizer, trainer.codec)
+        restore(self._run.store, self._run.ledger, step, trainer.decoder, trainer.optimizer, trainer.codec)
 
     def check(self) -> None:
         pass
 
     def describe_boundary(self) -> str:
         hidden = self._trainer.decoder.arch.hidden
-        return f"{self._trainer.codec.describe(hidden)} at {self._config.policy.stages - 1} boundaries"
+        return f"{self._trainer.codec.describe(hidden)} at {self._run.config.policy.stages - 1} boundaries"
 
     def close(self) -> None:
         pass
 
     def _served(self) -> State:
         masters = {name: p.detach() for name, p in self._trainer.decoder.named_parameters()}
-        return served_view(masters, self._config.publish.dtype)
+        return served_view(masters, self._run.config.publish.dtype)

@@ -19,7 +19,7 @@ _HEAVY = ("manifests/", "merged/", "blobs/", "rollouts/", "anchor/signs/", "anch
 
 def open_board(board: str) -> Store | None:
     """The board, None when the directory does not exist yet (the first run creates it)."""
-    if "://" not in board and not os.path.isdir(board):
+    if "://" not in board and not os.path.exists(board):
         return None
     return open_store(board)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from sprawl.config import Positive, Section, describe_validation_error
-from sprawl.errors import ConfigError
+from sprawl.config import Positive, Section
+from sprawl.config_files import read_yaml, validated
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,30}$")]
 Overrides = dict[str, Any]
@@ -179,23 +177,9 @@ def combined(values: tuple[ArmConfig, ...]) -> ArmConfig:
 
 def parse_study(data: Any, source: str = "study") -> StudyConfig:
     """Validate a mapping. Raises `ConfigError` with one line that names every wrong field."""
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{source}: expected a mapping (a study), got {type(data).__name__}")
-    try:
-        return StudyConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(describe_validation_error(error, StudyConfig, source)) from None
+    return validated(StudyConfig, data, source, "study settings")
 
 
 def load_study(path: str | Path) -> StudyConfig:
     """Read and validate a study YAML. Raises `ConfigError` (missing file, YAML syntax, wrong fields)."""
-    path = Path(path)
-    try:
-        data = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"no study at {path}", "see configs/compare/ for the ones that ship") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    return parse_study(data, str(path))
+    return parse_study(read_yaml(path, "study", "see configs/compare/ for the ones that ship"), str(path))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sprawl.errors import SprawlError
+from sprawl.errors import SprawlError, file_failure
 from sprawl.report.data import RunData
 from sprawl.report.style import figure_bytes
 from sprawl.study.config import StudyConfig
@@ -92,7 +92,7 @@ def write_results(results: Results, out: Path) -> list[Path]:
         for name, data in files.items():
             (out / name).write_bytes(data)
     except OSError as error:
-        raise SprawlError(f"cannot write the results under {out}: {error.strerror}") from None
+        raise file_failure("write the results under", out, error) from None
     return [out / name for name in files]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sprawl.board import keys
+from sprawl.board.commit import CommitOptions
 from sprawl.board.ledger import Ledger
 from sprawl.board.publisher import Publisher
 from sprawl.board.records import RunRecord
@@ -62,7 +63,7 @@ def trained(
     )
     trainer = Trainer(decoder, make_decoder(), config)
     files = served_files({"config.json": json.dumps(HF_CONFIG).encode()}, "bfloat16", masters)
-    publisher = Publisher(store, RUN, keyframe_every=5, dtype="bfloat16", files=files)
+    publisher = Publisher(store, RUN, CommitOptions(keyframe_every=5, dtype="bfloat16", files=files))
     writer = MastersWriter(store, ledger, DeltaPlan.of(config))
     for step in range(config.steps + 1):
         if step:

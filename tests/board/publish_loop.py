@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
 from sprawl.board.store import open_store
@@ -29,7 +30,9 @@ def publish_forever(board: str, run_id: str, ready: Connection) -> None:
     head = VersionReader(store, run_id).head()
     # Starts with the newest version again: a killed trainer does not know whether its last publish went through.
     version = 0 if head is None else head
-    publisher = Publisher(store, run_id, keyframe_every=4, dtype="bfloat16", files={"config.json": b"{}"})
+    publisher = Publisher(
+        store, run_id, CommitOptions(keyframe_every=4, dtype="bfloat16", files={"config.json": b"{}"})
+    )
     ready.send("ready")
     while True:
         publisher.publish(version, version, state_of(version))

@@ -2,6 +2,7 @@
 
 import torch
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.publisher import Publisher
 from sprawl.board.store import Store
 from sprawl.delta.state import State
@@ -19,7 +20,7 @@ def state_of(version: int, seed: int = 0) -> State:
 
 
 def publisher(store: Store, keyframe_every: int = 4, **options: object) -> Publisher:
-    return Publisher(store, RUN, keyframe_every=keyframe_every, dtype="bfloat16", files=FILES, **options)  # type: ignore[arg-type]
+    return Publisher(store, RUN, CommitOptions(keyframe_every=keyframe_every, dtype="bfloat16", files=FILES, **options))  # type: ignore[arg-type]
 
 
 def publish(store: Store, versions: int, keyframe_every: int = 4) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sprawl.board import keys
+from sprawl.board.commit import CommitOptions
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
 from sprawl.board.store import open_store
@@ -74,7 +75,7 @@ def test_kill_9_anywhere_in_publish(tmp_path: Path) -> None:
     assert reader.materialise(head).root == root_digest(tensor_digests(state_of(head)))
 
     store.delete(keys.latest("run"))
-    publisher = Publisher(store, "run", keyframe_every=4, dtype="bfloat16", files={"config.json": b"{}"})
+    publisher = Publisher(store, "run", CommitOptions(keyframe_every=4, dtype="bfloat16", files={"config.json": b"{}"}))
     assert publisher.publish(head, head, state_of(head)).already_committed
     publisher.publish(head + 1, head + 1, state_of(head + 1))
     assert verify_board(store, "run").ok

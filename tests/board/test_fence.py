@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sprawl.board import keys
+from sprawl.board.commit import CommitOptions
 from sprawl.board.fence import FencedStore
 from sprawl.board.ledger import Ledger
 from sprawl.board.publisher import Publisher
@@ -24,7 +25,9 @@ def state(value: float) -> State:
 
 
 def writer(store: FencedStore | MemoryStore, epoch: int) -> Publisher:
-    return Publisher(store, RUN, keyframe_every=4, dtype="bfloat16", epoch=epoch, writer=f"trainer-{epoch}")
+    return Publisher(
+        store, RUN, CommitOptions(keyframe_every=4, dtype="bfloat16", epoch=epoch, writer=f"trainer-{epoch}")
+    )
 
 
 WRITES: dict[str, Callable[[FencedStore], object]] = {

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.directory_lock import hold
 from sprawl.board.local_copy import JOURNAL, MARK, LocalCopy, pull, stage_whole, verify
 from sprawl.board.local_files import fetch_files
@@ -156,7 +157,7 @@ def test_wrong_places(board: Store, tmp_path: Path) -> None:
         pull(reader, tmp_path / "other", 1)
     pull(reader, tmp_path / "a", 1)
     store = MemoryStore()
-    Publisher(store, "run-2", keyframe_every=2, dtype="bfloat16").publish(0, 0, state_of(0))
+    Publisher(store, "run-2", CommitOptions(keyframe_every=2, dtype="bfloat16")).publish(0, 0, state_of(0))
     with pytest.raises(BoardError, match="holds a version of run 'run-1'"):
         pull(VersionReader(store, "run-2"), tmp_path / "a", 0)
 
@@ -230,7 +231,9 @@ def test_files_beside_the_weights_are_fetched_once(board: Store, tmp_path: Path)
     assert fetch_files(reader, tmp_path / "new", manifest) == FILES
     assert (tmp_path / "new" / "config.json").read_bytes() == FILES["config.json"]
     store = MemoryStore()
-    Publisher(store, "evil", keyframe_every=2, dtype="bfloat16", files={WEIGHTS: b"x"}).publish(0, 0, state_of(0))
+    Publisher(store, "evil", CommitOptions(keyframe_every=2, dtype="bfloat16", files={WEIGHTS: b"x"})).publish(
+        0, 0, state_of(0)
+    )
     other = VersionReader(store, "evil")
     with pytest.raises(IntegrityError, match="cannot replace"):
         fetch_files(other, tmp_path, other.require(0))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sprawl.board import keys
+from sprawl.board.commit import CommitOptions
 from sprawl.board.parts import Part, PartCommitter, PartWriter
 from sprawl.board.reader import VersionReader
 from sprawl.board.store import MemoryStore, Store, open_store
@@ -45,7 +46,9 @@ def writers(store: Store, world: int) -> list[PartWriter]:
 
 
 def committer(store: Store) -> PartCommitter:
-    return PartCommitter(store, RUN, keyframe_every=EVERY, dtype="bfloat16", files=FILES)
+    return PartCommitter(
+        store, RUN, CommitOptions(keyframe_every=EVERY, dtype="bfloat16", files=FILES, writer="rank-0")
+    )
 
 
 def parts(ranks: list[PartWriter], version: int) -> list[Part]:

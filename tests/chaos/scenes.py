@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.local_copy import pull
 from sprawl.board.merged import merge
 from sprawl.board.parts import PartCommitter, PartWriter
@@ -46,7 +47,7 @@ def root(version: int) -> str:
 
 
 def publish(store: Store, version: int, run_id: str = RUN) -> None:
-    writer = Publisher(store, run_id, keyframe_every=EVERY, dtype="bfloat16", files=FILES)
+    writer = Publisher(store, run_id, CommitOptions(keyframe_every=EVERY, dtype="bfloat16", files=FILES))
     writer.publish(version, version, state_of(version))
 
 
@@ -57,7 +58,9 @@ def publish_parts(store: Store, version: int) -> None:
         PartWriter(store, RUN, writer=f"rank-{rank}", keyframe_every=EVERY).write(version, owned)
         for rank, owned in enumerate(split)
     ]
-    PartCommitter(store, RUN, keyframe_every=EVERY, dtype="bfloat16", files=FILES).commit(version, version, parts)
+    PartCommitter(
+        store, RUN, CommitOptions(keyframe_every=EVERY, dtype="bfloat16", files=FILES, writer="rank-0")
+    ).commit(version, version, parts)
 
 
 async def follow(reader: VersionReader, folder: str, version: int) -> None:

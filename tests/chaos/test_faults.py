@@ -41,6 +41,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sprawl.board import keys
+from sprawl.board.commit import CommitOptions
 from sprawl.board.ledger import Ledger
 from sprawl.board.local_copy import LocalCopy, map_weights, pull
 from sprawl.board.manifest import DELTA
@@ -77,7 +78,7 @@ def test_any_chain_of_states_arrives_by_every_route(seed: int, steps: int, every
     for _ in range(steps):
         states.append(successor(rng, states[-1]))
     store = MemoryStore("property")
-    writer = Publisher(store, RUN, keyframe_every=every, dtype="mixed")
+    writer = Publisher(store, RUN, CommitOptions(keyframe_every=every, dtype="mixed"))
     for version, state in enumerate(states):
         writer.publish(version, version, state)
     roots = [root_digest(tensor_digests(state)) for state in states]
@@ -101,7 +102,7 @@ def test_a_reused_version_number_is_refused() -> None:
     """The trainer restarts, knows nothing, and counts from 1 again with other weights."""
     store = published(3)
     before = {key: store.get(key) for key in store.list("")}
-    restarted = Publisher(store, RUN, keyframe_every=4, dtype="bfloat16")
+    restarted = Publisher(store, RUN, CommitOptions(keyframe_every=4, dtype="bfloat16"))
     with pytest.raises(IntegrityError, match=r"version 1 .*root digest .*never mean two states"):
         restarted.publish(1, 1, state_of(5))
     after = {key: store.get(key) for key in store.list("")}
@@ -181,7 +182,9 @@ def test_tied_tensors_are_refused_before_the_commit() -> None:
     store = MemoryStore("tied")
     shared = torch.ones(4)
     with pytest.raises(SprawlError, match="share memory"):
-        Publisher(store, RUN, keyframe_every=1, dtype="float32").publish(0, 0, {"embed": shared, "lm_head": shared})
+        Publisher(store, RUN, CommitOptions(keyframe_every=1, dtype="float32")).publish(
+            0, 0, {"embed": shared, "lm_head": shared}
+        )
     assert VersionReader(store, RUN).head() is None
 
 
@@ -207,7 +210,7 @@ class Failing(MemoryStore):
 @pytest.mark.parametrize("writes", range(3))
 def test_a_failed_publish_does_not_move_the_base(writes: int) -> None:
     store = Failing("failing")
-    writer = Publisher(store, RUN, keyframe_every=10, dtype="bfloat16")
+    writer = Publisher(store, RUN, CommitOptions(keyframe_every=10, dtype="bfloat16"))
     writer.publish(0, 0, state_of(0))
     writer.publish(1, 1, state_of(1))
     store.left = writes
@@ -311,7 +314,7 @@ def test_a_cache_that_serves_stale_objects() -> None:
     assert served.root == root(5)
     # The prefix is emptied and used again by another run: its manifests and deltas have the same keys and sizes.
     second = MemoryStore("second")
-    writer = Publisher(second, RUN, keyframe_every=4, dtype="bfloat16")
+    writer = Publisher(second, RUN, CommitOptions(keyframe_every=4, dtype="bfloat16"))
     for version in range(7):
         writer.publish(version, version, {**state_of(version), "still": torch.zeros(300, dtype=torch.bfloat16)})
     cache.inner = second
@@ -358,7 +361,7 @@ def test_stale_listings() -> None:
 
 def _race(board: str, name: str, value: float, start: Barrier) -> None:
     """Exit code 0 when this process's state is the version, 3 when another's is."""
-    writer = Publisher(open_store(board), RUN, keyframe_every=4, dtype="bfloat16", writer=name)
+    writer = Publisher(open_store(board), RUN, CommitOptions(keyframe_every=4, dtype="bfloat16", writer=name))
     writer.resume(None, 0)
     start.wait(60)
     try:

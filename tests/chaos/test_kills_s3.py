@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sprawl.board import keys
+from sprawl.board.commit import CommitOptions
 from sprawl.board.local_copy import LocalCopy
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import VersionReader
@@ -108,7 +109,7 @@ def test_twenty_racing_publishers_have_one_winner(endpoint: str) -> None:
     start = threading.Barrier(20)
 
     def attempt(i: int) -> str:
-        writer = Publisher(open_store(url), RUN, keyframe_every=4, dtype="bfloat16", writer=f"w{i}")
+        writer = Publisher(open_store(url), RUN, CommitOptions(keyframe_every=4, dtype="bfloat16", writer=f"w{i}"))
         state = {**state_of(1), "mine": torch.tensor(float(i))}
         start.wait()
         try:

@@ -16,6 +16,7 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.promote import promote
 from infra.watch_commands import promote as promote_command
+from sprawl.board.commit import CommitOptions
 from sprawl.board.ledger import Ledger
 from sprawl.board.publisher import Publisher
 from sprawl.board.records import PromotionRecord
@@ -34,7 +35,7 @@ def board(tmp_path: Path) -> SimpleNamespace:
     store = open_store(str(tmp_path), create=True)
     ledger = Ledger(store, RUN)
     ledger.create_run(make_run_record(run_id=RUN))
-    publisher = Publisher(store, RUN, keyframe_every=2, dtype="bfloat16")
+    publisher = Publisher(store, RUN, CommitOptions(keyframe_every=2, dtype="bfloat16"))
 
     def publish(version: int) -> None:
         publisher.publish(version, version, {"w": torch.full((8,), float(version), dtype=torch.bfloat16)})

@@ -102,3 +102,20 @@ def test_the_command(tmp_path: Path) -> None:
         run(cli, ["plan", "configs/tiny.yaml", "--price", "isalnd=1"]).exception
     )
     assert "| 70B |" in run(cli, ["plan", "--sizing", "--served", "mxfp4"]).output
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["boundary.codec=dense"], "(dense)"),
+        (["boundary.codec=prf", "boundary.ratio=0.05"], "(21.3 times less than dense)"),
+        (["boundary.codec=dense", "policy.stages=1"], "none: one stage"),
+    ],
+)
+def test_boundaries_are_compared_with_dense_only_where_they_are_not(settings: list[str], expected: str) -> None:
+    options = [part for setting in settings for part in ("--set", setting)]
+    result = CliRunner().invoke(cli, ["plan", "configs/tiny.yaml", *options])
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.output.splitlines() if line.startswith("  boundaries")]
+    assert line.endswith(expected)
+    assert "1.0 times" not in result.output

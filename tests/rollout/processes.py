@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.ledger import Ledger
 from sprawl.board.publisher import Publisher
 from sprawl.board.records import RunRecord
@@ -66,7 +67,7 @@ class DiskRun:
         }
         if chat_template is not None:
             files["tokenizer_config.json"] = json.dumps({"chat_template": chat_template}).encode()
-        self._publisher = Publisher(self.store, run_id, keyframe_every=4, dtype="bfloat16", files=files)
+        self._publisher = Publisher(self.store, run_id, CommitOptions(keyframe_every=4, dtype="bfloat16", files=files))
         self._model = Decoder(Architecture.from_hf(CONFIG))
         self._next = 0
         self.state: State = {}

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import Prepared, Served, VersionReader
 from sprawl.board.store import MemoryStore
@@ -53,7 +54,7 @@ class TinyRun:
     def __init__(self, keyframe_every: int = 4) -> None:
         self.store = MemoryStore()
         self.states: list[dict[str, torch.Tensor]] = []
-        self._publisher = Publisher(self.store, RUN, keyframe_every=keyframe_every, dtype="bfloat16")
+        self._publisher = Publisher(self.store, RUN, CommitOptions(keyframe_every=keyframe_every, dtype="bfloat16"))
 
     def publish(self, count: int = 1) -> TinyRun:
         for _ in range(count):

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.ledger import Ledger
 from sprawl.board.local_copy import LocalCopy
 from sprawl.board.publisher import Publisher
@@ -40,7 +41,9 @@ def test_only_newer_runs_with_something_to_serve_count() -> None:
     watcher = RunWatcher(store, record("now", 2.0))
     assert watcher.look() is None, "the next one has no version"
     for run_id in ("old", "next"):
-        Publisher(store, run_id, keyframe_every=4, dtype="bfloat16").publish(0, 0, TinyRun().publish().states[0])
+        Publisher(store, run_id, CommitOptions(keyframe_every=4, dtype="bfloat16")).publish(
+            0, 0, TinyRun().publish().states[0]
+        )
     found = watcher.look()
     assert found is not None
     assert found.run_id == "next"

@@ -14,7 +14,7 @@ from sprawl.errors import IntegrityError
 from sprawl.problems import Problem, load_problem_set
 from sprawl.rollout.trajectories import Sampled, Span, from_bytes, to_bytes
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, Sample, SamplingParams, VersionSpan
-from sprawl.run.collector import Collector, make_batch, prompt_numbers, sample_seed, version_policy
+from sprawl.run.collector import Collector, SamplingJob, make_batch, prompt_numbers, sample_seed, version_policy
 from tests.train.helpers import make_batch as training_batch
 from tests.train.helpers import make_config
 
@@ -148,7 +148,7 @@ def test_dynamic_sampling_replaces_groups_without_an_advantage(
     monkeypatch.setattr(type(problems), "score", lambda self, problem, text: float(text == "r"))
     config = make_config(rollout={"prompts": 3, "samples": 2}, grpo={"refill_rounds": rounds})
     store = MemoryStore()
-    collector = Collector(config, store, "r", Tokens(), problems, [], list)  # type: ignore[arg-type]
+    collector = Collector(SamplingJob(config, store, "r", Tokens(), problems, [], list))  # type: ignore[arg-type]
     try:
         batch = collector.wait(2).batch
     finally:
@@ -205,7 +205,7 @@ def test_pinned_versions_are_sampled_in_the_order_of_the_steps(monkeypatch: pyte
         rollout={"prompts": 3, "samples": 2, "max_staleness": 4, "follow": "demand"},
     )
     problems = load_problem_set("addition", 0, {"digits": 1})
-    collector = Collector(config, MemoryStore(), "r", Tokens(), problems, [], list)  # type: ignore[arg-type]
+    collector = Collector(SamplingJob(config, MemoryStore(), "r", Tokens(), problems, [], list))  # type: ignore[arg-type]
     try:
         for step in range(4, 11):  # many at once, as after a resume
             collector.request(step)

@@ -20,7 +20,7 @@ from sprawl.rollout.fake import FakeEngine
 from sprawl.rollout.feed import FeedState
 from sprawl.rollout.trajectories import RolloutBatch, load_batch, to_bytes
 from sprawl.rollout.wire import GenerateRequest, GenerateResponse, Sample, VersionSpan
-from sprawl.run.collector import Collector
+from sprawl.run.collector import Collector, SamplingJob
 from sprawl.run.stream import StreamCollector, open_collector
 from tests.episodes.speaking import TOKENIZER, SpeakingEngine, adds_step_by_step
 from tests.episodes.test_runner import problem_set
@@ -108,7 +108,7 @@ def islands(monkeypatch: pytest.MonkeyPatch) -> Islands:
 
 @contextmanager
 def collecting(config: RunConfig, store: MemoryStore) -> Iterator[StreamCollector]:
-    collector = open_collector(config, store, RUN, TOKENIZER, Counting(), [], list)
+    collector = open_collector(SamplingJob(config, store, RUN, TOKENIZER, Counting(), [], list))
     assert isinstance(collector, StreamCollector)
     try:
         yield collector
@@ -333,7 +333,9 @@ def test_real_islands_swap_in_flight_and_every_group_is_young_enough(kind: str) 
     async def scenario() -> list[RolloutBatch]:
         async with live(*parts) as started:
             records = [record(island.island_id, island.url, heartbeat_at=time.time() + 60) for island in started]
-            collector = open_collector(config, run.store, RUN, character_tokenizer(), problems, [], lambda: records)
+            collector = open_collector(
+                SamplingJob(config, run.store, RUN, character_tokenizer(), problems, [], lambda: records)
+            )
             try:
                 batches = []
                 for number in range(1, 7):

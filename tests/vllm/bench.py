@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.local_copy import LocalCopy
 from sprawl.board.publisher import Publisher
 from sprawl.board.reader import Served, VersionReader
@@ -110,7 +111,7 @@ class VllmBench:
         self.settings = settings
         self.store = MemoryStore()
         files = {"config.json": json.dumps(settings).encode()}
-        self.publisher = Publisher(self.store, RUN, keyframe_every=100, dtype="bfloat16", files=files)
+        self.publisher = Publisher(self.store, RUN, CommitOptions(keyframe_every=100, dtype="bfloat16", files=files))
         self.reader = VersionReader(self.store, RUN)
         self.state = state
         self.publisher.publish(0, 0, state)
@@ -160,7 +161,7 @@ class VllmBench:
         store = MemoryStore()
         for key in self.store.list(""):
             store.put(key, self.store.get(key))
-        publisher = Publisher(store, RUN, keyframe_every=100, dtype="bfloat16")
+        publisher = Publisher(store, RUN, CommitOptions(keyframe_every=100, dtype="bfloat16"))
         publisher.publish(self.version + 1, self.version + 1, bad)
         reader = VersionReader(store, RUN)
         prepared = reader.prepare(self.served, self.version + 1)

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from sprawl.board.commit import CommitOptions
 from sprawl.board.ledger import Ledger
 from sprawl.board.publisher import Publisher
 from sprawl.board.records import RunRecord
@@ -49,7 +50,7 @@ class Published:
             "config.json": json.dumps(settings).encode(),
             "tokenizer.json": character_tokenizer()._fast.to_str().encode(),
         }
-        self._publisher = Publisher(store, RUN, keyframe_every=100, dtype="bfloat16", files=files)
+        self._publisher = Publisher(store, RUN, CommitOptions(keyframe_every=100, dtype="bfloat16", files=files))
         self._state = random_state(settings)
         self._next = 0
 

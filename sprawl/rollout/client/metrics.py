@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from sprawl.exposition import Labels, Page
 
 Failure = Literal["reset", "unavailable", "behind", "passed", "lie", "lost", "deadline"]
 """Why an attempt failed: connection broken; 5xx; 409 retryable; 409 for good; an answer that breaks its promise;
@@ -42,19 +43,14 @@ class ClientMetrics:
 
     def render(self) -> str:
         """Prometheus text format; names start with `sprawl_client_`, counters end in `_total`."""
-        return "\n".join(self._lines()) + "\n"
-
-    def _lines(self) -> Iterator[str]:
+        page = Page("sprawl_client_")
         for name, value in vars(self).items():
             if isinstance(value, Counter):
                 label = "reason" if name == "failures" else "island"
-                yield f"# TYPE sprawl_client_{name}_total counter"
-                for key, count in sorted(value.items()):
-                    escaped = str(key).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-                    yield f'sprawl_client_{name}_total{{{label}="{escaped}"}} {count}'
+                rows: dict[Labels, float] = {((label, key),): count for key, count in sorted(value.items())}
+                page.add(f"{name}_total", "counter", "", rows)
             elif name in ("in_flight", "waiting"):
-                yield f"# TYPE sprawl_client_{name} gauge"
-                yield f"sprawl_client_{name} {value}"
+                page.add(name, "gauge", "", value)
             else:
-                yield f"# TYPE sprawl_client_{name}_total counter"
-                yield f"sprawl_client_{name}_total {value!r}"
+                page.add(f"{name}_total", "counter", "", value)
+        return page.text()
