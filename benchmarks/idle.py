@@ -49,7 +49,7 @@ def step_record(step: int) -> StepRecord:
 
 class IdleSession:
     """As much of `RunSession` as what drives it uses. `seconds`: of a step. `begun`: `time.perf_counter()` when each
-    step began. The board is the directory `runs` of the working directory."""
+    step began, `spent`: CPU seconds of this process until then. The board is `runs` in the working directory."""
 
     def __init__(self, steps: int, seconds: float) -> None:
         self.config: RunConfig = parse_config({"name": "idle", "steps": steps, "policy": {"base": "none"}}, "benchmark")
@@ -70,6 +70,7 @@ class IdleSession:
         )
         self.head_step = 0
         self.begun: list[float] = []
+        self.spent: list[float] = []
         self._seconds = seconds
 
     def prepare(self) -> StartReceipt:
@@ -77,6 +78,7 @@ class IdleSession:
 
     def collect(self, step: int) -> CollectReceipt:
         self.begun.append(time.perf_counter())
+        self.spent.append(time.process_time())
         return CollectReceipt(step, 1, 0.0, 1, [step - 1], 0.0, False)
 
     def train(self, step: int) -> TrainReceipt:

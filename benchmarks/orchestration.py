@@ -64,8 +64,8 @@ class Silent:
 
 @dataclass(frozen=True)
 class Turn:
-    """`steps`: seconds from one step's beginning to the next's. `cpu_s`: CPU seconds of this process while they ran.
-    `once_s`: seconds before the first step began and after the last one ended."""
+    """`steps`: seconds from one step's beginning to the next's. `cpu_s`: CPU seconds of this process in them, all its
+    threads. `once_s`: seconds before the first step began and after the last one ended."""
 
     steps: list[float]
     cpu_s: float
@@ -75,7 +75,8 @@ class Turn:
 @dataclass(frozen=True)
 class Row:
     """Seconds a step; `plain_s` and `flow_s` are means. `share`: added of the step's own length, None for steps of no
-    length. `cpu_s`: of this process, added; `server_cpu_s`: of the server. `once_s`: a flow run, without its steps."""
+    length. `cpu_s`: of this process, added; `server_cpu_s`: of the server, for steps and for what a flow run is once.
+    `once_s`: a flow run, without its steps."""
 
     step_s: float
     steps: int
@@ -99,13 +100,16 @@ class Memory:
 
 
 def drive_plain(session: IdleSession, steps: int) -> Turn:
-    began, cpu = time.perf_counter(), time.process_time()
-    session.prepare()
+    """As `sprawl run --runner plain` does."""
+    watcher = Silent()
+    began = time.perf_counter()
+    watcher.start(session.prepare())
     for step in range(1, steps + 1):
         session.collect(step)
         session.train(step)
         session.publish(step)
-    return _turn(session, began, cpu)
+        watcher.step(session.ledger.step(step))
+    return _turn(session, began)
 
 
 def drive_flow(session: IdleSession, steps: int, segment: int) -> Turn:
@@ -115,21 +119,20 @@ def drive_flow(session: IdleSession, steps: int, segment: int) -> Turn:
 
     assert steps % segment == 0
     assert session.config.steps > steps
-    began, cpu = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
     token = ATTACHED.set(Attached(cast(Any, session), Silent()))
     try:
         while session.head_step < steps:
             post_train(segment=segment)
     finally:
         ATTACHED.reset(token)
-    return _turn(session, began, cpu)
+    return _turn(session, began)
 
 
-def _turn(session: IdleSession, began: float, cpu: float) -> Turn:
-    begun = session.begun
-    steps = [later - earlier for earlier, later in pairwise(begun)]
+def _turn(session: IdleSession, began: float) -> Turn:
+    steps = [later - earlier for earlier, later in pairwise(session.begun)]
     whole = time.perf_counter() - began
-    return Turn(steps, time.process_time() - cpu, whole - sum(steps) - statistics.fmean(steps))
+    return Turn(steps, session.spent[-1] - session.spent[0], whole - sum(steps) - statistics.fmean(steps))
 
 
 def compare(step_s: float, plain: list[Turn], flow: list[Turn], server_cpu_s: float) -> Row:
@@ -137,17 +140,16 @@ def compare(step_s: float, plain: list[Turn], flow: list[Turn], server_cpu_s: fl
     before = [step for turn in plain for step in turn.steps]
     after = [step for turn in flow for step in turn.steps]
     added = statistics.fmean(after) - statistics.fmean(before)
-    count = len(after) + len(flow)  # a turn of n steps has n - 1 from beginning to beginning
     return Row(
         step_s=step_s,
-        steps=count,
+        steps=len(after),
         plain_s=statistics.fmean(before),
         flow_s=statistics.fmean(after),
         added_s=added,
         median_s=statistics.median(after) - statistics.median(before),
         share=added / step_s if step_s else None,
-        cpu_s=(sum(turn.cpu_s for turn in flow) - sum(turn.cpu_s for turn in plain)) / count,
-        server_cpu_s=server_cpu_s / count,
+        cpu_s=(sum(turn.cpu_s for turn in flow) - sum(turn.cpu_s for turn in plain)) / len(after),
+        server_cpu_s=server_cpu_s / len(after),
         once_s=statistics.fmean(turn.once_s for turn in flow),
     )
 
