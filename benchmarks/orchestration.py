@@ -1,27 +1,34 @@
 """What Prefect adds to a step: seconds of it at steps of 0, 1 and 10 s, and memory of the flow over many steps.
 
-    python -m benchmarks.orchestration            0, 1 and 10 s steps; memory over 5,000 steps (10 minutes)
-    python -m benchmarks.orchestration --quick    the same with few steps: under 60 s
+    python -m benchmarks.orchestration            0, 1 and 10 s steps; memory over 5,000 steps (15 minutes)
+    python -m benchmarks.orchestration --quick    0 and 1 s steps, few of them
     python -m benchmarks.orchestration --json     one JSON object
 
 The real flow with its tasks, events and artifacts, on a real server that this starts, over a session whose steps do
-nothing for as long as they should. The same session is driven by a plain loop too, and `added` is the difference: mean
-seconds from one step's beginning to the next's. Both share the machine with the server, as they do in life. Memory is
-what the process gained between the end of the first tenth of the steps and the end of all, with flow runs of 1,000
-steps (what `segment` is) and with one flow run for all of them.
+nothing for as long as they should (benchmarks/idle.py). The same session is driven by a plain loop too, in turns with
+the flow, and `added` is the difference of the mean seconds from one step's beginning to the next's; `median` is that of
+the medians, which what else the machine does disturbs less. CPU is what this process, and the server, took a step; this
+one's without the plain loop's. Both share the machine with the server, as they do in life. What a flow run costs once,
+at its start and end, is told apart: a run of many steps has one for every 1,000.
+
+Memory is the resident set after a tenth and a fifth of the way, and at the end, when all events have been sent: with
+flow runs of 1,000 steps (what `segment` is), and with one flow run for all steps.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,109 +36,20 @@ import click
 import psutil
 
 from benchmarks.command import run
+from benchmarks.idle import IdleSession
 from infra.limits import SEGMENT
-from sprawl import __version__
-from sprawl.board.ledger import Ledger
-from sprawl.board.records import EvaluationRecord, RunRecord, StepRecord, Views, Wire
-from sprawl.board.store import open_store
-from sprawl.config import RunConfig, parse_config
-from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
+from sprawl.run.receipts import PublishReceipt
 
-FULL = {0.0: 500, 1.0: 60, 10.0: 12}  # seconds of a step -> steps
-QUICK = {0.0: 60, 1.0: 8}
+FULL = {0.0: 150, 1.0: 20, 10.0: 5}  # seconds of a step -> steps of a turn
+QUICK = {0.0: 30, 1.0: 5}
+TURNS = 3
+WARM_UP = 3  # steps before anything is measured: imports, connections
 MEMORY_STEPS, QUICK_MEMORY_STEPS = 5000, 100
 TARGET = 0.02  # of a step of one second
 
 
-class IdleSession:
-    """A run whose steps take `seconds` each and do nothing. `begun`: when each step began. Its ledger is on disk, in
-    the working directory, as a real one would be."""
-
-    def __init__(self, steps: int, seconds: float) -> None:
-        self.config: RunConfig = parse_config({"name": "idle", "steps": steps, "policy": {"base": "none"}}, "benchmark")
-        self.run_id = f"idle-{seconds:g}-{time.time_ns()}"
-        self.board, self.log_dir = str(Path.cwd() / "runs"), Path.cwd()
-        self.store = open_store(self.board, create=True)
-        self.ledger = Ledger(self.store, self.run_id)
-        self.ledger.create_run(
-            RunRecord(
-                run_id=self.run_id,
-                created_at=time.time(),
-                config=self.config.model_dump(mode="json"),
-                base_digest="",
-                parameters=0,
-                sprawl_version=__version__,
-            )
-        )
-        self.head_step = 0
-        self.begun: list[float] = []
-        self._seconds = seconds
-
-    def prepare(self) -> StartReceipt:
-        return StartReceipt(self.run_id, 0, self.config.steps, False, 0, 0, "none")
-
-    def collect(self, step: int) -> CollectReceipt:
-        self.begun.append(time.perf_counter())
-        return CollectReceipt(step, 1, 0.0, 1, [step - 1], 0.0, False)
-
-    def train(self, step: int) -> TrainReceipt:
-        time.sleep(self._seconds)
-        return TrainReceipt(step, 0.0, 1.0, True, None, self._seconds, False)
-
-    def publish(self, step: int) -> PublishReceipt:
-        self.ledger.write_step(_record(step))
-        self.head_step = step
-        return PublishReceipt(step, step, "delta", 1, 1, 0.0, "", 0.0, False)
-
-    def evaluation_due(self, step: int) -> bool:
-        return False
-
-    def evaluate(self, step: int) -> EvaluationRecord:
-        raise NotImplementedError("no step of this run is evaluated")
-
-    def finish(self) -> FinishReceipt:
-        return FinishReceipt(self.run_id, self.head_step, 0)
-
-    def close(self) -> None:
-        pass
-
-
-def _record(step: int) -> StepRecord:
-    wire = Wire(sent=1, dense=1)
-    return StepRecord(
-        step=step,
-        epoch=1,
-        version=step,
-        finished_at=0.0,
-        reward=0.0,
-        reward_std=0.0,
-        groups=1,
-        zero_advantage_groups=0,
-        response_tokens=1,
-        response_length=1.0,
-        mismatch=0.0,
-        entropy=Views(compression=0.0),
-        kl=Views(compression=0.0),
-        ratio_max_error=0.0,
-        clip_share=0.0,
-        loss=0.0,
-        grad_norm=0.0,
-        applied=True,
-        staleness=0.0,
-        staleness_max=0,
-        boundary=wire,
-        delta=wire,
-        sign=wire,
-        changed_share=0.0,
-        seconds={"total": 0.0},
-    )
-
-
-@dataclass
 class Silent:
     """Nobody watches."""
-
-    notes: list[str] = field(default_factory=list)
 
     def start(self, receipt: Any) -> None: ...
 
@@ -145,56 +63,111 @@ class Silent:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """`steps`: seconds from one step's beginning to the next's. `cpu_s`: CPU seconds of this process in them, all its
+    threads. `once_s`: seconds before the first step began and after the last one ended."""
+
+    steps: list[float]
+    cpu_s: float
+    once_s: float
+
+
+@dataclass(frozen=True)
 class Row:
-    """Seconds, means a step. `share`: of the step's own length, None for steps of no length."""
+    """Seconds a step; `plain_s` and `flow_s` are means. `share`: added of the step's own length, None for steps of no
+    length. `cpu_s`: of this process, added; `server_cpu_s`: of the server, for steps and for what a flow run is once.
+    `once_s`: a flow run, without its steps."""
 
     step_s: float
     steps: int
     plain_s: float
     flow_s: float
     added_s: float
+    median_s: float
     share: float | None
+    cpu_s: float
+    server_cpu_s: float
+    once_s: float
 
 
 @dataclass(frozen=True)
 class Memory:
-    steps: int
+    """MiB of the resident set after so many steps, and the growth a step from the second reading to the last."""
+
     segment: int
-    gained_mib: float
+    rss_mib: dict[int, float]
     kib_a_step: float
 
 
-def drive_plain(session: IdleSession) -> None:
-    session.prepare()
-    for step in range(1, session.config.steps + 1):
+def drive_plain(session: IdleSession, steps: int) -> Turn:
+    """As `sprawl run --runner plain` does."""
+    watcher = Silent()
+    began = time.perf_counter()
+    watcher.start(session.prepare())
+    for step in range(1, steps + 1):
         session.collect(step)
         session.train(step)
         session.publish(step)
+        watcher.step(session.ledger.step(step))
+    return _turn(session, began)
 
 
-def drive_flow(session: IdleSession, segment: int = SEGMENT) -> None:
-    """As a terminal does: one flow run a segment, in this process."""
+def drive_flow(session: IdleSession, steps: int, segment: int) -> Turn:
+    """As a terminal does: one flow run a segment, in this process. The run is longer than what is driven of it, so that
+    its end (checks, a page of figures), which costs the plain runner the same, is not measured."""
     from flows.post_train import ATTACHED, Attached, post_train
 
-    attached = Attached(cast(Any, session), Silent())
-    token = ATTACHED.set(attached)
+    assert steps % segment == 0
+    assert session.config.steps > steps
+    began = time.perf_counter()
+    token = ATTACHED.set(Attached(cast(Any, session), Silent()))
     try:
-        while attached.finished is None:
+        while session.head_step < steps:
             post_train(segment=segment)
     finally:
         ATTACHED.reset(token)
+    return _turn(session, began)
 
 
-def mean_step(session: IdleSession) -> float:
-    return (session.begun[-1] - session.begun[0]) / (len(session.begun) - 1)
+def _turn(session: IdleSession, began: float) -> Turn:
+    steps = [later - earlier for earlier, later in pairwise(session.begun)]
+    whole = time.perf_counter() - began
+    return Turn(steps, session.spent[-1] - session.spent[0], whole - sum(steps) - statistics.fmean(steps))
 
 
-def measure(step_s: float, steps: int) -> Row:
-    plain, flow = IdleSession(steps, step_s), IdleSession(steps, step_s)
-    drive_plain(plain)
-    drive_flow(flow)
-    added = mean_step(flow) - mean_step(plain)
-    return Row(step_s, steps, mean_step(plain), mean_step(flow), added, added / step_s if step_s else None)
+def compare(step_s: float, plain: list[Turn], flow: list[Turn], server_cpu_s: float) -> Row:
+    """One row of the table from turns of the same steps with and without the flow. `server_cpu_s`: while it ran."""
+    before = [step for turn in plain for step in turn.steps]
+    after = [step for turn in flow for step in turn.steps]
+    added = statistics.fmean(after) - statistics.fmean(before)
+    return Row(
+        step_s=step_s,
+        steps=len(after),
+        plain_s=statistics.fmean(before),
+        flow_s=statistics.fmean(after),
+        added_s=added,
+        median_s=statistics.median(after) - statistics.median(before),
+        share=added / step_s if step_s else None,
+        cpu_s=(sum(turn.cpu_s for turn in flow) - sum(turn.cpu_s for turn in plain)) / len(after),
+        server_cpu_s=server_cpu_s / len(after),
+        once_s=statistics.fmean(turn.once_s for turn in flow),
+    )
+
+
+def measure(step_s: float, steps: int, server: psutil.Process) -> Row:
+    plain, flow, spent = [], [], 0.0
+    for _ in range(TURNS):
+        plain.append(drive_plain(IdleSession(steps + 1, step_s), steps))
+        before = _cpu_s(server)
+        flow.append(drive_flow(IdleSession(steps + 1, step_s), steps, steps))
+        spent += _cpu_s(server) - before
+    return compare(step_s, plain, flow, spent)
+
+
+def _cpu_s(server: psutil.Process) -> float:
+    """Of the server and what it started."""
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return sum(item.user + item.system for item in times)
 
 
 def measure_memory(steps: int, segment: int, environment: dict[str, str]) -> Memory:
@@ -203,25 +176,26 @@ def measure_memory(steps: int, segment: int, environment: dict[str, str]) -> Mem
 
     server.use(environment)
     server.quiet_console()
-    session, early = IdleSession(steps, 0.0), 0
-    me = psutil.Process()
-    publish = session.publish
+    session, me = IdleSession(steps + 1, 0.0), psutil.Process()
+    publish, at = session.publish, (steps // 10, steps // 5, steps)
+    rss: dict[int, float] = {}
 
     def watched(step: int) -> PublishReceipt:
-        nonlocal early
-        if step == max(1, steps // 10):
-            early = me.memory_info().rss
-        return publish(step)
+        receipt = publish(step)
+        if step in at:
+            server.flush(300.0)  # what waits to be sent is not what the flow keeps
+            gc.collect()
+            rss[step] = me.memory_info().rss / 2**20
+        return receipt
 
     session.publish = watched  # type: ignore[method-assign]
-    drive_flow(session, segment)
-    gained = me.memory_info().rss - early
-    return Memory(steps, segment, gained / 2**20, gained / 2**10 / (steps - max(1, steps // 10)))
+    drive_flow(session, steps, min(segment, steps))
+    return Memory(segment, rss, 1024 * (rss[at[2]] - rss[at[1]]) / (at[2] - at[1]))
 
 
 @contextmanager
-def serving() -> Iterator[dict[str, str]]:
-    """A stack in a directory that is thrown away; the environment that finds its server."""
+def serving() -> Iterator[tuple[dict[str, str], psutil.Process]]:
+    """A stack in a directory that is thrown away: the environment that finds its server, and the server."""
     from infra import ports
     from infra.stack import Stack
 
@@ -229,39 +203,48 @@ def serving() -> Iterator[dict[str, str]]:
         stack = Stack(Path(folder) / ".sprawl")
         here = Path.cwd()
         try:
-            info = stack.up(ports.next_free(4300), wait_s=300.0)
+            info = stack.up(ports.next_free(4300), wait_s=900.0)
             os.chdir(folder)  # what flow runs leave behind
-            yield stack.environment(info.api_url)
+            yield stack.environment(info.api_url), psutil.Process(info.pid)
         finally:
             os.chdir(here)
             stack.down()
 
 
 def table(rows: list[Row], memory: list[Memory]) -> str:
-    lines = ["| step | steps | plain loop | flow | added a step | of the step |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| step | steps | plain loop | flow | added a step | of the step | median | CPU, flow | CPU, server | once |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         share = "" if row.share is None else f"{100 * row.share:.2f} %"
-        times = f"{row.plain_s:.4f} s | {row.flow_s:.4f} s | {1000 * row.added_s:.1f} ms"
-        lines.append(f"| {row.step_s:g} s | {row.steps} | {times} | {share} |")
-    lines += ["", "| steps | steps a flow run | memory gained | a step |", "|---|---|---|---|"]
-    lines += [
-        f"| {item.steps} | {item.segment} | {item.gained_mib:.1f} MiB | {item.kib_a_step:.2f} KiB |" for item in memory
-    ]
+        added, median, cpu, server = (
+            f"{1000 * value:.1f} ms" for value in (row.added_s, row.median_s, row.cpu_s, row.server_cpu_s)
+        )
+        lines.append(
+            f"| {row.step_s:g} s | {row.steps} | {row.plain_s:.4f} s | {row.flow_s:.4f} s "
+            f"| {added} | {share} | {median} | {cpu} | {server} | {row.once_s:.1f} s |"
+        )
+    lines += ["", "| steps a flow run | resident after so many steps | growth a step |", "|---|---|---|"]
+    for item in memory:
+        readings = ", ".join(f"{step}: {mib:.1f} MiB" for step, mib in item.rss_mib.items())
+        lines.append(f"| {item.segment} | {readings} | {item.kib_a_step:.2f} KiB |")
     return "\n".join(lines)
 
 
 @click.command(name="orchestration")
-@click.option("--quick", is_flag=True, help="Few steps: under 60 s.")
+@click.option("--quick", is_flag=True, help="Few steps, and none of 10 s.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(quick: bool, as_json: bool) -> None:
     """Seconds that orchestration adds to a step, and memory that it takes over many."""
     from flows import server
 
     steps = QUICK_MEMORY_STEPS if quick else MEMORY_STEPS
-    with serving() as environment:
+    with serving() as (environment, process):
         server.use(environment)
         server.quiet_console()
-        rows = [measure(step_s, count) for step_s, count in (QUICK if quick else FULL).items()]
+        drive_flow(IdleSession(WARM_UP + 1, 0.0), WARM_UP, WARM_UP)
+        rows = [measure(step_s, count, process) for step_s, count in (QUICK if quick else FULL).items()]
         memory = []
         for segment in (SEGMENT,) if quick else (SEGMENT, steps):
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -13,6 +13,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.futures import PrefectConcurrentFuture
 from prefect.runtime import flow_run
 
+from flows.parameters import Positive
 from sprawl.errors import SprawlError
 from tasks.artifacts import artifact_key
 from tasks.train_arm import train_arm
@@ -39,7 +40,7 @@ def compare(
     board: str | None = None,
     only: list[str] | None = None,
     seeds: list[int] | None = None,
-    parallel: int | None = None,
+    parallel: Positive | None = None,
     quick: bool = False,
     out: str | None = None,
 ) -> dict[str, Any]:

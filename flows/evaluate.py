@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 
+from flows.parameters import Positive, Version
 from sprawl.board.records import EvaluationRecord, IslandRecord
 from sprawl.errors import SprawlError
 from tasks.artifacts import artifact_key
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 @flow(name="evaluate", flow_run_name="evaluate-{run_id}", persist_result=False)
 def evaluate(
     run_id: str = "latest",
-    version: int | None = None,
+    version: Version | None = None,
     board: str | None = None,
-    problems: int | None = None,
-    every: int | None = None,
+    problems: Positive | None = None,
+    every: Positive | None = None,
 ) -> dict[str, Any]:
     """Decode held-out problems greedily at one version and score them.
 
@@ -62,8 +63,8 @@ def evaluate(
         raise SprawlError(f"run {name} has no version {'at all' if wanted is None else wanted}", have)
 
     entered = problems is None or problems == config.evaluate.problems
-    if every is not None and not (entered and every > 0):
-        raise SprawlError("every needs a positive number, and the run's own number of problems", "leave problems empty")
+    if every is not None and not entered:
+        raise SprawlError("every needs the run's own number of problems", "leave problems empty")
     known = {record.version: record for record in ledger.evaluations()} if entered else {}
     wanted_versions = due(manifest.version, every, known)
     manifests = [found for item in wanted_versions if (found := reader.manifest(item)) is not None]

@@ -10,6 +10,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import click
 from prefect import flow
@@ -17,6 +18,7 @@ from prefect.events import DeploymentEventTrigger
 from prefect.runtime import deployment as this_deployment
 
 from sprawl.fleet.settings import FleetSettings
+from sprawl.told import ISLAND_LOST, RUN_UNHEALTHY, resource
 from tasks.look_at_fleet import look_at_fleet, reap_fleet
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from sprawl.board.store import Store
     from sprawl.run.fleet import Fleet
 
-EVENTS = ("sprawl.island.lost", "sprawl.run.unhealthy")
+EVENTS = (ISLAND_LOST, RUN_UNHEALTHY)
 DRAIN_S = 60.0
 
 
@@ -43,7 +45,7 @@ def fleet(
     Args:
         run_id: Run to look after ("latest" for the newest one on the board).
         board: Directory or object-store URL of the run. Default: $SPRAWL_BOARD, else ./runs.
-        machines: Whose machines: sky (SkyPilot), or another fleet that is installed.
+        machines: Whose machines: local (processes of this one), sky (SkyPilot), or another fleet that is installed.
         settings: Bounds, cost, patience. Default: see FleetSettings.
         job_group: Managed job that islands are attached to: they end with it.
     """
@@ -78,6 +80,7 @@ def _open(
         Path.cwd() / ".sprawl" / "logs" / name,
         island_hourly_cost=settings.island_hourly_cost,
         job_group=job_group,
+        lasting=True,  # this flow run is over in a moment
     )
     return store, name, open_fleet(machines, context)
 
@@ -88,8 +91,10 @@ def _rest() -> None:
         return
     from prefect.client.orchestration import get_client
 
+    mine = UUID(str(this_deployment.id))
     with get_client(sync_client=True) as client:
-        client.pause_deployment(this_deployment.id)
+        for schedule in client.read_deployment_schedules(mine):
+            client.update_deployment_schedule(mine, schedule.id, active=False)
 
 
 def deploy(
@@ -109,7 +114,7 @@ def deploy(
             DeploymentEventTrigger(
                 name=f"fleet-{run_id}",
                 expect=set(EVENTS),
-                match={"prefect.resource.id": f"sprawl.run.{run_id}"},
+                match={"prefect.resource.id": resource(run_id)},
                 within=timedelta(seconds=10),
             )
         ],

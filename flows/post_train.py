@@ -24,11 +24,12 @@ from flows.lineage import (
     stretch,
     tries_without_progress,
 )
+from flows.parameters import NewRunId, Positive
 from flows.progress import Both, LoggedProgress, Progress
 from flows.server import flow_run_url
 from infra.limits import FUTILE_ATTEMPTS, MAX_ATTEMPTS, SEGMENT
 from sprawl.board.records import EvaluationRecord, EventRecord
-from sprawl.errors import SprawlError
+from sprawl.errors import SprawlError, Verdict
 from tasks.artifacts import ArtifactGate
 from tasks.collect_rollouts import HOPELESS, collect_rollouts
 from tasks.evaluate import evaluate_version
@@ -64,10 +65,10 @@ def post_train(
     config: str = "configs/tiny.yaml",
     resume: str | None = None,
     board: str | None = None,
-    run_id: str | None = None,
+    run_id: NewRunId | None = None,
     overrides: list[str] | None = None,
     fleet: str = "local",
-    segment: Annotated[int, Field(ge=1)] = SEGMENT,
+    segment: Positive = SEGMENT,
     attempt: Annotated[int, Field(ge=0, le=MAX_ATTEMPTS)] = 0,
 ) -> dict[str, Any] | State[Any]:
     """Post-train a model with GRPO: islands sample, the trainer steps, every step is published as a version.
@@ -228,19 +229,14 @@ def train(
 ) -> FinishReceipt | None:
     """The steps of a flow run, each phase a task, and the end of the run if they reach it (None: they do not).
 
-    What was committed before stays committed whatever happens here.
+    What was committed before stays committed whatever happens here. Raises what the session raises; after a Verdict of
+    the drift controller the report is there.
     """
-    for step in range(session.head_step + 1, work.last + 1):
-        collect_rollouts(session, step)
-        train_step(session, step)
-        publish_version(session, step, announcer)
-        record = session.ledger.step(step)
-        if record is not None:
-            progress.step(record)
-        if session.evaluation_due(step):
-            progress.evaluation(EvaluationRecord(**evaluate_version(session, step)))
-        if step < work.last and reporter.due():
-            report(session, step, reporter)
+    try:
+        _steps(session, work, progress, reporter, announcer)
+    except Verdict:
+        _show_verdict(session, progress, reporter)
+        raise
     if not work.final:
         # The flow run after this one tells only of what is new to it.
         reporter.gate.drain(5.0)
@@ -255,8 +251,33 @@ def train(
     return finished
 
 
+def _steps(session: RunSession, work: Stretch, progress: Progress, reporter: Reporter, announcer: Announcer) -> None:
+    for step in range(session.head_step + 1, work.last + 1):
+        collect_rollouts(session, step)
+        train_step(session, step)
+        publish_version(session, step, announcer)
+        record = session.ledger.step(step)
+        if record is not None:
+            progress.step(record)
+        if session.evaluation_due(step):
+            progress.evaluation(EvaluationRecord(**evaluate_version(session, step)))
+        if step < work.last and reporter.due():
+            report(session, step, reporter)
+
+
+def _show_verdict(session: RunSession, progress: Progress, reporter: Reporter) -> None:
+    """A run that its drift controller stopped is over: its islands go, its page is drawn, the artifacts say so."""
+    session.close()
+    reporter.gate.drain(5.0)
+    page = _page(session, progress)
+    if page is not None:
+        progress.note(f"stopped by its drift controller; report: {page}")
+    report(session, session.head_step, reporter)
+    reporter.gate.drain(10.0)
+
+
 def _page(session: RunSession, progress: Progress) -> Path | None:
-    """The HTML report. A run that finished has finished, whether or not its page could be drawn."""
+    """The HTML report. A run that is over is over, whether or not its page could be drawn."""
     try:
         return Path(write_page(session, str(Path("reports") / session.run_id)))
     except Exception as error:
@@ -282,13 +303,18 @@ def _options(
     fleet: str,
 ) -> RunOptions:
     """Flow parameters as run options, with the run named. An automatic start and a retry go on with the run that the
-    first attempt had created, if it had come that far."""
+    first attempt had created, if it had come that far.
+
+    Raises SprawlError for whatever is wrong: nothing has been made by then.
+    """
     from sprawl.board import keys
     from sprawl.board.ledger import resolve_run
     from sprawl.board.store import open_store
     from sprawl.config import load_config
+    from sprawl.run.fleet import check_fleet
     from sprawl.run.options import RunOptions, absolute_board, new_run_id
 
+    check_fleet(fleet)
     if resume is not None:
         place = absolute_board(board or os.environ.get("SPRAWL_BOARD", "runs"))
         return RunOptions(None, config, place, resume=resolve_run(open_store(place), resume), fleet=fleet)

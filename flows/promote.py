@@ -18,10 +18,12 @@ from prefect.input.actions import create_flow_run_input, read_flow_run_input
 from prefect.runtime import flow_run
 from pydantic import Field
 
+from flows.parameters import Version
 from sprawl.board.records import PromotionRecord
 from sprawl.errors import IntegrityError, SprawlError
+from sprawl.told import APPROVED, VERSION_PROMOTED
 from tasks.artifacts import artifact_key
-from tasks.events import VERSION_PROMOTED, Occurrence, emit
+from tasks.events import Occurrence, emit
 
 if TYPE_CHECKING:
     from sprawl.board.ledger import Ledger
@@ -41,7 +43,7 @@ class Decision(RunInput):
 
 @flow(name="promote", flow_run_name="promote-{run_id}", persist_result=False)
 def promote(
-    run_id: str = "latest", version: int | None = None, board: str | None = None, verify: bool = True
+    run_id: str = "latest", version: Version | None = None, board: str | None = None, verify: bool = True
 ) -> dict[str, Any]:
     """Ask a person whether a version is promoted, and write the answer on the board.
 
@@ -109,7 +111,7 @@ def promote(
 
 def tell(run_id: str, board: str, record: PromotionRecord) -> None:
     payload = {"board": board, **record.model_dump(mode="json", exclude={"format"})}
-    labels = {"sprawl.approved": "true" if record.approved else "false"}
+    labels = {APPROVED: "true" if record.approved else "false"}
     emit(run_id, Occurrence(VERSION_PROMOTED, str(record.version), record.at, payload, labels))
 
 

@@ -40,7 +40,8 @@ class Queue:
 
 TRAIN = Queue("train", 1, "One run trains at a time: it fills the machine. The next one starts when it is done.")
 AROUND = Queue("around", 2, "Beside a run: evaluations, anchors, promotions.")
-QUEUES = (TRAIN, AROUND)
+FLEET = Queue("fleet", 1, "Looks at the islands of runs, one at a time: they must not overlap.")
+QUEUES = (TRAIN, AROUND, FLEET)
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,14 @@ class Deployment:
     schedules: tuple[Schedule, ...] = ()
     tags: tuple[str, ...] = ("sprawl",)
 
+    @property
+    def here(self) -> bool:
+        """Whether its flow runs are processes of this machine's worker, which start in a directory of ours."""
+        return self.pool == LOCAL_POOL
+
 
 POST_TRAIN = "flows.post_train.post_train"
+MINUTELY = Schedule("* * * * *", "minutely")
 
 DEPLOYMENTS = (
     Deployment(
@@ -97,6 +104,13 @@ DEPLOYMENTS = (
         "A person decides whether a version is promoted: shows the facts, waits for the form, writes the answer down.",
         parameters=MappingProxyType({"run_id": "latest"}),
     ),
+    Deployment(
+        "flows.fleet.fleet",
+        "One look at the islands of a run whose fleet is none: starts, drains and replaces processes of this machine.",
+        queue=FLEET,
+        parameters=MappingProxyType({"run_id": "latest", "machines": "local"}),
+        schedules=(MINUTELY,),
+    ),
 )
 
 # The same flows on machines that SkyPilot finds. Their board has to be one that those machines reach.
@@ -125,6 +139,15 @@ SKY_DEPLOYMENTS = (
         pool=SKY_POOL,
         parameters=MappingProxyType({"run_id": "latest"}),
         job_variables=MappingProxyType({"accelerators": "L4:1", "use_spot": True}),
+    ),
+    # A look takes seconds and only asks SkyPilot: it needs no machine of its own.
+    Deployment(
+        "flows.fleet.fleet",
+        "One look at the islands of a run: starts, drains and replaces managed jobs of SkyPilot.",
+        name="sky",
+        queue=FLEET,
+        parameters=MappingProxyType({"run_id": "latest", "machines": "sky"}),
+        schedules=(MINUTELY,),
     ),
 )
 
@@ -162,7 +185,7 @@ def register(directory: Path) -> Registered:
             notes = (f"no work pool {SKY_POOL!r}: the deployments for SkyPilot are left out",)
         else:
             _make_queues(client, SKY_POOL)
-            made += [_create(client, deployment, None) for deployment in SKY_DEPLOYMENTS]
+            made += [_create(client, item, directory if item.here else None) for item in SKY_DEPLOYMENTS]
         ids = {name: deployment for name, deployment, _ in made}
         flows = frozenset(flow for _, _, flow in made)
         resumed = [ids[name] for name in ids if name.startswith("post-train/")]

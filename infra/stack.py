@@ -21,6 +21,7 @@ from uuid import UUID
 import httpx
 
 from infra import board_server, leftovers, ports
+from infra.island_processes import lasting_islands
 from infra.processes import ProcessId, end_tree, flow_processes, spawn, tail
 from infra.recovery import HEARTBEAT_S
 from infra.stack_state import State
@@ -120,7 +121,8 @@ class Stack:
             return self._complete(state, started=started, notes=notes, board=board)
 
     def down(self) -> bool:
-        """End what `up` started, and the flow runs of its worker; whether there was anything.
+        """End what `up` started, the flow runs of its worker and the islands that those left; whether there was
+        anything.
 
         Those flow runs end as cancelled: nothing starts them again at the next `up`.
         """
@@ -134,6 +136,7 @@ class Stack:
                 if flows and state.server.alive:
                     self._cancel(state, flows)
                 running = [item for item in (state.worker, state.server) if item and item.alive] + list(flows.values())
+                running += lasting_islands(self.home / "prefect")
                 # The server goes last: what ends in order still tells it so.
                 end_tree([item for item in running if item != state.server])
                 end_tree([item for item in running if item == state.server])

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
 from sprawl.errors import SprawlError
+from sprawl.told import EVERY, ISLAND_LOST, REASON, RUN_FINISHED, RUN_UNHEALTHY, VERSION_PUBLISHED, resource
+from sprawl.told import every as every_nth
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -47,23 +49,23 @@ ALERTS = (
     Alert(
         "sprawl: the mismatch of a run drifts",
         "Sampler and trainer drift apart: the mismatch grows, which precedes a collapse.",
-        ("sprawl.run.unhealthy",),
+        (RUN_UNHEALTHY,),
         f"Run {_RUN}: the mismatch drifts",
         f"{_RUN}: {{{{ event.payload.message }}}} (step {{{{ event.payload.step }}}})",
-        labels={"sprawl.reason": "mismatch_trend"},
+        labels={REASON: "mismatch_trend"},
     ),
     Alert(
         "sprawl: a run needs attention",
         "A violation on the ledger, a reward that collapsed, or no island left.",
-        ("sprawl.run.unhealthy",),
+        (RUN_UNHEALTHY,),
         f"Run {_RUN} needs attention",
         f"{_RUN}: {{{{ event.payload.message }}}} (step {{{{ event.payload.step }}}})",
-        labels={"sprawl.reason": "!mismatch_trend"},
+        labels={REASON: "!mismatch_trend"},
     ),
     Alert(
         "sprawl: islands are being lost",
         "Three islands of a run lost within ten minutes.",
-        ("sprawl.island.lost",),
+        (ISLAND_LOST,),
         f"Run {_RUN}: islands are being lost",
         f"{_RUN}: three islands lost in ten minutes, last: {{{{ event.payload.message }}}}",
         threshold=3,
@@ -72,10 +74,10 @@ ALERTS = (
     Alert(
         "sprawl: a run stands still",
         "A version was published, and for half an hour neither another one nor the end of the run.",
-        ("sprawl.version.published", "sprawl.run.finished"),
+        (VERSION_PUBLISHED, RUN_FINISHED),
         f"Run {_RUN} stands still",
         f"{_RUN}: nothing published for half an hour",
-        after=("sprawl.version.published",),
+        after=(VERSION_PUBLISHED,),
         within_s=1800.0,
         proactive=True,
     ),
@@ -121,7 +123,7 @@ def _trigger(alert: Alert) -> Any:
     return EventTrigger(
         expect=set(alert.expect),
         after=set(alert.after),
-        match={"prefect.resource.id": "sprawl.run.*", **alert.labels},
+        match={"prefect.resource.id": resource("*"), **alert.labels},
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive if alert.proactive else Posture.Reactive,
         threshold=alert.threshold,
@@ -154,8 +156,6 @@ def _evaluation(client: SyncPrefectClient, every: int) -> AutomationCore:
     from prefect.events.schemas.automations import EventTrigger, Posture
     from prefect.exceptions import ObjectNotFound
 
-    from tasks.events import EVERY, VERSION_PUBLISHED
-
     if every not in EVERY:
         offered = ", ".join(str(n) for n in EVERY)
         raise SprawlError(f"versions are not labelled for every {every}", f"choose one of {offered}")
@@ -167,7 +167,7 @@ def _evaluation(client: SyncPrefectClient, every: int) -> AutomationCore:
         ) from None
     trigger = EventTrigger(
         expect={VERSION_PUBLISHED},
-        match={"prefect.resource.id": "sprawl.run.*", f"sprawl.every-{every}": "true"},
+        match={"prefect.resource.id": resource("*"), every_nth(every): "true"},
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,  # the default, but an update sends only what was set, and must say it
     )

@@ -1,4 +1,4 @@
-"""What a run tells Prefect's event system, so that automations can act on it.
+"""What a run tells Prefect's event system, so that automations can act on it. The names are in `sprawl.told`.
 
 | event | when | labels of the resource besides its id and name |
 |---|---|---|
@@ -26,16 +26,18 @@ from uuid import NAMESPACE_URL, uuid5
 
 from sprawl.report.data import RunData
 from sprawl.report.health import Finding
+from sprawl.told import (
+    ANCHOR_FIRED,
+    EVERY,
+    ISLAND_LOST,
+    REASON,
+    RUN_FINISHED,
+    RUN_UNHEALTHY,
+    VERSION_PUBLISHED,
+    every,
+    resource,
+)
 
-VERSION_PUBLISHED = "sprawl.version.published"
-VERSION_PROMOTED = "sprawl.version.promoted"
-ANCHOR_FIRED = "sprawl.anchor.fired"
-ISLAND_LOST = "sprawl.island.lost"
-RUN_UNHEALTHY = "sprawl.run.unhealthy"
-RUN_FINISHED = "sprawl.run.finished"
-
-EVERY = (1, 5, 10, 20, 50, 100, 200, 500, 1000)
-"""Intervals that an automation can choose for "every n-th version": triggers compare labels and cannot divide."""
 REPEAT_STEPS = 100
 """A run that stays unhealthy says so again after this many steps."""
 
@@ -63,7 +65,7 @@ def emit(run_id: str, occurrence: Occurrence) -> None:
         id=uuid5(NAMESPACE_URL, f"{run_id}/{occurrence.event}/{occurrence.identity}"),
         occurred=datetime.fromtimestamp(occurrence.at, UTC),
         resource={
-            "prefect.resource.id": f"sprawl.run.{run_id}",
+            "prefect.resource.id": resource(run_id),
             "prefect.resource.name": run_id,
             **occurrence.labels,
         },
@@ -72,7 +74,7 @@ def emit(run_id: str, occurrence: Occurrence) -> None:
 
 
 def published(version: int, at: float, **payload: Any) -> Occurrence:
-    labels = {f"sprawl.every-{n}": "true" for n in EVERY if version % n == 0}
+    labels = {every(n): "true" for n in EVERY if version % n == 0}
     return Occurrence(VERSION_PUBLISHED, str(version), at, {"version": version, **payload}, labels)
 
 
@@ -91,7 +93,7 @@ def occurrences(data: RunData, findings: Sequence[Finding], now: float) -> list[
     for finding in findings:
         identity = finding.message if finding.step == 0 else f"{finding.reason}-{finding.step // REPEAT_STEPS}"
         payload = {"reason": finding.reason, "step": data.last_step, "message": finding.message}
-        found.append(Occurrence(RUN_UNHEALTHY, identity, now, payload, {"sprawl.reason": finding.reason}))
+        found.append(Occurrence(RUN_UNHEALTHY, identity, now, payload, {REASON: finding.reason}))
     found += [
         Occurrence(RUN_FINISHED, str(r.step), r.at, {"step": r.step, "message": r.message})
         for r in data.events

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from sprawl.told import RUN_UNHEALTHY
 from tasks.artifacts import ArtifactGate, ArtifactWriter, artifact_key
-from tasks.events import RUN_UNHEALTHY, Announcer, occurrences
+from tasks.events import Announcer, occurrences
 
 if TYPE_CHECKING:
     from sprawl.board.records import EvaluationRecord, IslandRecord, StepRecord

@@ -2,7 +2,8 @@
 
 It meets the trainer only at the board: it reads checkpoints (never newer than t - K) and rollouts, and writes a sign
 map and a fire record. Fires happen strictly in order, because M folds; M itself is durable on the board before the
-fire is committed, so a killed anchor continues where it was.
+fire is committed, so a killed anchor continues where it was. The record says which M that is: a second anchor, which
+may have other bits, goes on from what was committed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sprawl.anchor import signmap
 from sprawl.anchor.forecast import checkpoints_for, factors, project, replayed_step
 from sprawl.anchor.replay import fold, matching_rows, replay, zeros_like
 from sprawl.anchor.schedule import fires_before, open_requests
+from sprawl.anchor.state import forget_states, read_state, write_state
 from sprawl.anchor.untouched import watch
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
@@ -55,7 +57,8 @@ class _Replayed:
 
 
 class AnchorService:
-    """One run's anchor. Not thread-safe; one process owns it (a second one repeats the same fires harmlessly)."""
+    """One run's anchor. Not thread-safe; one process owns it. A second one is harmless: who commits a fire first has
+    made it, and the other one goes on from there."""
 
     def __init__(self, board: str | Store, run_id: str) -> None:
         self.store: Store = open_store(board) if isinstance(board, str) else board
@@ -107,10 +110,21 @@ class AnchorService:
         return step
 
     def fire(self, step: int) -> FireRecord:
-        """The fire due at `step`. Idempotent: a fire that was committed is returned as it is."""
+        """The fire due at `step`. Idempotent: a fire that was committed is returned as it is, also when another anchor
+        commits it meanwhile."""
         existing = self.ledger.fire(step)
         if existing is not None:
             return existing
+        try:
+            return self._fire(step)
+        except (MissingKey, IntegrityError):
+            # What a fire reads is dropped some time after its commit: another anchor may be that far ahead.
+            committed = self.ledger.fire(step)
+            if committed is None:
+                raise
+            return committed
+
+    def _fire(self, step: int) -> FireRecord:
         started = time.perf_counter()
         used = checkpoints_for(step, self.config.anchor)
         read_before = self._masters.bytes_read
@@ -125,7 +139,7 @@ class AnchorService:
             momentum = fold(momentum, result.gradients, self.config.anchor.fold)
         # else M stays: a gradient that is not finite would poison it for good, and no rollouts say nothing.
         # M is durable before the fire is committed: a restarted anchor folds on, never from scratch.
-        self.store.put(keys.anchor_state(self.run_id, step), save(momentum))
+        state = write_state(self.store, self.run_id, step, momentum)
         packed = signmap.encode_signs(momentum, step)
         digest = blake3(packed).hexdigest()
         self.store.put(keys.sign_map(self.run_id, step, digest), packed)
@@ -144,6 +158,7 @@ class AnchorService:
             replayed_versions=replayed.versions,
             replayed_samples=len(replayed.rows),
             digest=digest,
+            state_digest=state,
             bytes=len(packed),
             header_bytes=signmap.HEADER_BYTES,
             parameters=sum(tensor.numel() for tensor in momentum.values()),
@@ -158,10 +173,15 @@ class AnchorService:
             seconds=time.perf_counter() - started,
             finished_at=time.time(),
         )
-        self.ledger.write_fire(record)
-        self._momentum, self._momentum_step = momentum, step
+        if self.ledger.write_fire(record):
+            committed = record
+        else:
+            found = self.ledger.fire(step)
+            assert found is not None, "a record that kept ours from being created"
+            committed = found
+        self._momentum, self._momentum_step = (momentum, step) if committed.state_digest == state else (None, 0)
         self._forget(step, used)
-        return record
+        return committed
 
     def _weights(self, step: int, used: list[int]) -> dict[str, torch.Tensor]:
         """The weights that the fire replays at: the newest checkpoint, or the forecast from all of `used`."""
@@ -192,16 +212,13 @@ class AnchorService:
         return best
 
     def _forget(self, step: int, used: list[int]) -> None:
-        """Drop what no later fire needs: checkpoints in memory, and M from before the fire that is now committed (a
-        second anchor may still be folding on the one before)."""
+        """Drop what no later fire needs: checkpoints in memory, and M of all but the newest fires (a second anchor may
+        still be folding on the one before)."""
         following = checkpoints_for(step + self.config.anchor.every, self.config.anchor)
         coming = [at for at in following if at not in used]
         bases = {base for at in coming if (base := self._plan.base(at)) is not None}
         self._masters.hold({at for at in used if at in following or at in bases})
-        oldest = keys.anchor_state(self.run_id, step - self.config.anchor.every)
-        for key in self.store.list(keys.anchor_states(self.run_id)):
-            if key < oldest:
-                self.store.delete(key)
+        forget_states(self.store, self.ledger, step, step - self.config.anchor.every)
 
     def _model(self) -> Decoder:
         if self._decoder is None:
@@ -226,10 +243,10 @@ class AnchorService:
             return None
         if self._momentum is not None and self._momentum_step == previous:
             return self._momentum
-        try:
-            return load(self.store.get(keys.anchor_state(self.run_id, previous)))
-        except MissingKey:
-            raise IntegrityError(f"the anchor's state after fire {previous} is gone from the board") from None
+        record = self.ledger.fire(previous)
+        if record is None:
+            raise IntegrityError(f"fire {previous} is gone from the board: fire {step} goes on from it")
+        return read_state(self.store, self.run_id, record)
 
 
 def read_sign_map(

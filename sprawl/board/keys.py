@@ -147,9 +147,12 @@ def bases(run_id: str, step: int, digest: str) -> str:
     return f"{run_id}/anchor/bases/{step:08d}-{digest}"
 
 
-def anchor_state(run_id: str, step: int) -> str:
-    """The anchor's own durable moving average M after the fire at `step` (fp32 safetensors)."""
-    return f"{run_id}/anchor/state/{step:08d}.safetensors"
+def anchor_state(run_id: str, step: int, digest: str | None = None) -> str:
+    """The anchor's own durable moving average M after the fire at `step` (fp32 safetensors). With `digest` the name
+    says what is in it, so that no anchor can replace what another one has committed; without, the name that older
+    releases used."""
+    ending = "" if digest is None else f"-{digest}"
+    return f"{run_id}/anchor/state/{step:08d}{ending}.safetensors"
 
 
 def anchor_states(run_id: str) -> str:

@@ -196,6 +196,9 @@ class FireRecord(Record):
     )
     replayed_samples: int | None = Field(None, description="Samples replayed.")
     digest: str = Field(description="blake3 of the packed sign map.")
+    state_digest: str | None = Field(
+        None, description="blake3 of M after this fire, as it is on the board; None in records of older releases."
+    )
     bytes: int = Field(description="Size of the packed sign map: one bit a parameter plus the header.")
     header_bytes: int
     parameters: int

@@ -4,6 +4,7 @@ themselves under the entry-point group `sprawl.fleets`, so that the library does
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,7 @@ class FleetContext:
     anchor_argv: tuple[str, ...] | None = None  # how to start the anchor; None: `sprawl anchor`
     island_hourly_cost: float | None = None  # dollars; an adapter that rents takes no dearer machine
     job_group: str | None = None  # what islands are attached to, where the platform knows such a thing
+    lasting: bool = False  # islands outlive whoever starts them, and end when the fleet's log says so
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,19 @@ class Unmanaged:
         pass
 
 
+def check_fleet(name: str) -> None:
+    """Raises SprawlError when there is no fleet of this name."""
+    known = {"none", *(entry.name for entry in _installed())}
+    if name not in known:
+        raise SprawlError(f"no fleet named {name!r} is installed", f"installed: {', '.join(sorted(known))}")
+
+
 def open_fleet(name: str, context: FleetContext) -> Fleet:
     """The fleet registered under `name`; `none` is `Unmanaged`. Raises SprawlError when there is no such fleet."""
-    from importlib.metadata import entry_points
+    check_fleet(name)
+    found = next((entry for entry in _installed() if entry.name == name), None)
+    return Unmanaged() if found is None else found.load()(context)
 
-    if name == "none":
-        return Unmanaged()
-    for entry in entry_points(group="sprawl.fleets"):
-        if entry.name == name:
-            return entry.load()(context)
-    known = ", ".join(sorted({"none", *(entry.name for entry in entry_points(group="sprawl.fleets"))}))
-    raise SprawlError(f"no fleet named {name!r} is installed", f"installed: {known}")
+
+def _installed() -> EntryPoints:
+    return entry_points(group="sprawl.fleets")

@@ -9,6 +9,7 @@ import pytest
 
 from sprawl.anchor.service import AnchorService, serve
 from sprawl.board import keys
+from sprawl.board.ledger import Ledger
 from sprawl.board.store import Store, open_store
 from tests.anchor.board import RUN, anchor_config, make_board
 from tests.anchor.killed import main
@@ -19,9 +20,16 @@ FIRES = (4, 8, 12)
 
 
 def products(store: Store) -> dict[str, bytes]:
-    """M after the last fire, and every sign map under its digest."""
-    state = keys.anchor_state(RUN, FIRES[-1])
-    return {key: store.get(key) for key in [state, *store.list(f"{RUN}/anchor/signs/")]}
+    """M after the last fire, and every sign map, each under its digest."""
+    return {key: store.get(key) for key in [state(store, FIRES[-1]), *store.list(f"{RUN}/anchor/signs/")]}
+
+
+def state(store: Store, step: int) -> str:
+    """The key of M after a committed fire."""
+    record = Ledger(store, RUN).fire(step)
+    assert record is not None
+    assert record.state_digest is not None
+    return keys.anchor_state(RUN, step, record.state_digest)
 
 
 @pytest.fixture(scope="module")
@@ -57,5 +65,5 @@ def test_a_killed_anchor_goes_on_bit_for_bit(
     assert [record.step for record in anchor.ledger.fires()] == list(FIRES)
     assert products(store) == undisturbed
     # The two newest M are left; a third one only where the very last write was to drop it.
-    states = [keys.anchor_state(RUN, step) for step in (4, 8, 12)]
+    states = [state(store, step) for step in FIRES]
     assert store.list(keys.anchor_states(RUN)) == (states if deadly == WRITES else states[1:])

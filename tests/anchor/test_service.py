@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from safetensors.torch import load
 
 from sprawl.anchor import service as service_module
 from sprawl.anchor.forecast import checkpoints_for, factors, project
 from sprawl.anchor.replay import Replay, fold, matching_rows, replay
 from sprawl.anchor.service import AnchorService, read_sign_map, serve
+from sprawl.anchor.state import read_state
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import MemoryStore
@@ -51,7 +51,9 @@ class RecordingStore(MemoryStore):
 
 
 def momentum(store: MemoryStore, step: int) -> dict[str, torch.Tensor]:
-    return load(store.get(keys.anchor_state(RUN, step)))
+    record = Ledger(store, RUN).fire(step)
+    assert record is not None
+    return read_state(store, RUN, record)
 
 
 def masters_key(anchor: AnchorService, step: int) -> str:

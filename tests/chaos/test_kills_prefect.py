@@ -177,50 +177,82 @@ def test_kills_at_random_times_change_nothing(stage: Scene, calm: str) -> None:
     )
 
 
-@pytest.mark.skipif(not FULL, reason="waits for silence beside a worker that must stay idle: part of `make test-chaos`")
-def test_silence_is_taken_for_a_crash_and_a_crash_starts_the_run_again(stage: Scene) -> None:
-    """Both automations on the real server, with a flow run that nobody executes and ten seconds of patience."""
+@pytest.fixture
+def unserved(stage: Scene) -> Iterator[Any]:
+    """A deployment with the parameters of post-train whose work pool no worker serves, of a flow of its own: nothing of
+    it is ever executed. Nothing of it is left either."""
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+    from prefect.utilities.callables import parameter_schema
+
+    from flows.post_train import post_train
+
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name="nobody", type="process"))
+        made = client.create_deployment(
+            flow_id=client.create_flow_from_name("silent"),
+            name="nobody",
+            work_pool_name="nobody",
+            parameter_openapi_schema=parameter_schema(post_train.fn).model_dump_for_openapi(),
+            enforce_parameter_schema=True,
+        )
+        try:
+            yield client.read_deployment(made)
+        finally:
+            of_it = DeploymentFilter(id=DeploymentFilterId(any_=[made]))
+            for run in client.read_flow_runs(deployment_filter=of_it):
+                client.delete_flow_run(run.id)
+            client.delete_deployment(made)
+            client.delete_work_pool("nobody")
+
+
+def test_silence_is_taken_for_a_crash_and_a_crash_starts_the_run_again(stage: Scene, unserved: Any) -> None:
+    """Both automations on the real server, beside the installed ones, with a flow run that nobody executes and ten
+    seconds of patience."""
+    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
     from prefect.events import emit_event
     from prefect.events.worker import EventsWorker
     from prefect.states import Running
 
+    wanted = [
+        item.model_copy(update={"name": f"silent: {item.name}"})
+        for item in automations([unserved.id], [unserved.flow_id], silence_s=10)
+    ]
     with get_client(sync_client=True) as client:
-        deployment = client.read_deployment_by_name("post-train/local")
-        install(client, automations([deployment.id], [deployment.flow_id], silence_s=10))
+
+        def runs() -> list[Any]:
+            mine = DeploymentFilter(id=DeploymentFilterId(any_=[unserved.id]))
+            found = client.read_flow_runs(deployment_filter=mine)
+            return sorted(found, key=lambda run: run.parameters["attempt"])
+
+        install(client, wanted)
         try:
-            # On no queue of the worker's, and not of the pool that is looked after.
             run = client.create_flow_run_from_deployment(
-                deployment.id, parameters={"run_id": "silent", "attempt": 2, "board": "b"}, state=Running()
+                unserved.id, parameters={"run_id": "silent", "attempt": 2, "board": "b"}, state=Running()
             )
             beat = emit_event(
                 "prefect.flow-run.heartbeat",
                 resource={"prefect.resource.id": f"prefect.flow-run.{run.id}"},
                 related=[
                     {"prefect.resource.id": f"prefect.flow.{run.flow_id}", "prefect.resource.role": "flow"},
-                    {
-                        "prefect.resource.id": f"prefect.deployment.{deployment.id}",
-                        "prefect.resource.role": "deployment",
-                    },
+                    {"prefect.resource.id": f"prefect.deployment.{unserved.id}", "prefect.resource.role": "deployment"},
                 ],
             )
             assert beat is not None
             EventsWorker.drain_all(timeout=10)
             stage.wait(lambda: client.read_flow_run(run.id).state_name == "Crashed", "silence", tending=False)
             assert "No heartbeat for 10 seconds" in (client.read_flow_run(run.id).state.message or "")  # type: ignore
-
-            def following() -> list[Any]:
-                found = client.read_flow_runs(limit=200)
-                return [item for item in found if item.parameters.get("attempt") == 3]
-
-            stage.wait(lambda: bool(following()), "the next flow run", tending=False)
-            (next_one,) = following()
-            assert next_one.parameters["run_id"] == "silent"
-            assert next_one.parameters["board"] == "b"
-            assert next_one.deployment_id == deployment.id
-            client.delete_flow_run(next_one.id)
-            client.delete_flow_run(run.id)
+            stage.wait(lambda: len(runs()) > 1, "the next flow run", tending=False)
         finally:
-            install(client, automations([deployment.id], [deployment.flow_id]))
+            for automation in wanted:
+                for installed in client.read_automations_by_name(automation.name):
+                    client.delete_automation(installed.id)
+        _, following = runs()
+        assert following.parameters["run_id"] == "silent"
+        assert following.parameters["board"] == "b"
+        assert following.parameters["attempt"] == 3
+        assert following.work_pool_name == "nobody"
+        assert following.state_name in ("Scheduled", "Late")
 
 
 @pytest.mark.skipif(not FULL, reason="two minutes of silence: part of `make test-chaos`")

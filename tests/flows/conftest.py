@@ -11,40 +11,10 @@ from typing import Any
 
 import pytest
 
-from sprawl.board.records import EvaluationRecord, EventRecord, StepRecord, Views, Wire
+from benchmarks.idle import step_record
+from sprawl.board.records import EvaluationRecord, EventRecord, StepRecord
 from sprawl.config import RunConfig, parse_config
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
-
-
-def step_record(step: int) -> StepRecord:
-    wire = Wire(sent=5, dense=100)
-    return StepRecord(
-        step=step,
-        epoch=1,
-        version=step,
-        finished_at=float(step),
-        reward=0.5,
-        reward_std=0.1,
-        groups=2,
-        zero_advantage_groups=0,
-        response_tokens=10,
-        response_length=5.0,
-        entropy=Views(compression=1.0),
-        kl=Views(compression=0.0),
-        mismatch=0.1,
-        ratio_max_error=0.0,
-        clip_share=0.0,
-        loss=0.0,
-        grad_norm=1.0,
-        applied=True,
-        staleness=0.0,
-        staleness_max=0,
-        boundary=wire,
-        delta=wire,
-        sign=Wire(sent=0, dense=0),
-        changed_share=0.01,
-        seconds={"total": 1.0},
-    )
 
 
 @dataclass

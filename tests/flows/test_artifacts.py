@@ -13,11 +13,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from benchmarks.idle import step_record
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import MemoryStore
 from tasks.artifacts import ArtifactGate, ArtifactWriter, artifact_key
 from tasks.report import Reporter, evaluation_rows, island_rows, version_rows
-from tests.flows.conftest import step_record
 from tests.report.plausible import T0, make_evaluation, make_island, make_run, put
 
 

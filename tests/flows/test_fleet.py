@@ -5,11 +5,18 @@ from __future__ import annotations
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.schedules import CronSchedule
 
 from flows import fleet as module
 from flows.fleet import EVENTS, deploy, fleet
+from infra.local_fleet import LocalFleet
+from sprawl.board.ledger import Ledger
+from sprawl.board.store import open_store
 from sprawl.fleet.controller import Controller
 from sprawl.fleet.reap import reap
 from sprawl.fleet.settings import FleetSettings
@@ -46,6 +53,31 @@ def test_a_flow_run_is_one_look_and_the_last_one_reaps(world: World, monkeypatch
     assert last["ended"]
     assert rested
     assert world.cloud.there == {}
+
+
+def test_local_machines_outlive_the_flow_run_that_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger(open_store("runs", create=True), RUN)
+    ledger.create_run(World().ledger.run())
+    _, name, adapter = module._open("latest", None, "local", FleetSettings(), None)
+    assert name == RUN
+    assert isinstance(adapter, LocalFleet)
+    assert adapter._context.lasting
+    assert adapter._context.board == str(tmp_path / "runs")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
+def test_the_end_of_a_run_switches_off_the_schedules_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = DeploymentScheduleCreate(schedule=CronSchedule(cron="* * * * *"), active=True, slug="minutely")
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow_from_name("fleet-rests")
+        made = client.create_deployment(flow_id=flow_id, name="local", schedules=[schedule])
+        monkeypatch.setattr(module, "this_deployment", SimpleNamespace(id=str(made)))
+        module._rest()
+        found = client.read_deployment(made)
+    assert [(item.slug, item.active) for item in found.schedules] == [("minutely", False)]
+    assert not found.paused
 
 
 def test_a_deployment_looks_by_the_clock_and_when_something_happens() -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from infra import local_fleet
+from infra.island_processes import island_processes, lasting_islands
 from infra.local_fleet import LocalFleet
-from infra.processes import ProcessId, spawn, tail
+from infra.processes import ProcessId, end_tree, spawn, tail
 from sprawl.board.ledger import Ledger
 from sprawl.board.records import RunRecord
 from sprawl.board.store import open_store
 from sprawl.config import parse_config
+from sprawl.errors import SprawlError
 from sprawl.fleet.controller import Controller
 from sprawl.fleet.reap import reap
 from sprawl.fleet.settings import FleetSettings
@@ -30,11 +34,12 @@ def context(tmp_path: Path, *anchor: str) -> FleetContext:
 
 
 def await_log(path: Path) -> str:
+    """The log's end once it has a whole line."""
     deadline = time.monotonic() + 20
-    while not (text := tail(path)):
+    while not (path.exists() and path.read_text().endswith("\n")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return text
+    return tail(path)
 
 
 @pytest.fixture
@@ -188,6 +193,65 @@ def test_the_same_policy_scales_processes(tmp_path: Path, standins) -> None:
         assert not controller.look().open
     finally:
         fleet.stop()
+
+
+@pytest.fixture
+def lasting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetContext]:
+    """Islands are sleeping processes with the command lines of real ones; none is left in the end."""
+    monkeypatch.setattr(local_fleet, "spawn", with_its_words)
+    made = replace(context(tmp_path), lasting=True)
+    yield made
+    end_tree([item.identity for item in island_processes() if item.has("--board", made.board)], grace_s=0.2)
+
+
+def with_its_words(argv, *, log, env):
+    return spawn((sys.executable, "-c", WAIT, *argv), log=log, env=env)
+
+
+def test_lasting_islands_are_found_by_the_next_look(lasting: FleetContext) -> None:
+    """One look starts them and is gone; the next one finds them, starts none twice, and can end them."""
+    first = LocalFleet(lasting)
+    first.start_island("island-0")
+    first.start_island("island-1")
+    words = first._running["island-0"].args
+    assert list(words[-3:]) == ["--obey-fleet", "--exit-when-idle", "3600"]
+    processes = first._running
+    del first
+    second = LocalFleet(lasting)
+    assert [(item.island_id, item.phase) for item in second.machines()] == [
+        ("island-0", "running"),
+        ("island-1", "running"),
+    ]
+    second.start_island("island-0")
+    assert second._running == {}
+    second.drain_island("island-0")  # is said on the board
+    assert processes["island-0"].poll() is None
+    second.cancel_island("island-0")
+    assert processes["island-0"].poll() is not None
+    assert [item.island_id for item in second.machines()] == ["island-1"]
+    assert LocalFleet(replace(lasting, run_id="run-2")).machines() == []
+    assert LocalFleet(replace(lasting, run_id="run-1")).machines() != []
+
+
+def test_a_fleet_keeps_away_from_the_islands_of_a_trainer(lasting: FleetContext) -> None:
+    trainer = LocalFleet(replace(lasting, lasting=False))
+    try:
+        trainer.start_island("island-0")
+        with pytest.raises(SprawlError, match=r"belong to its trainer: island-0 \(.*fleet=none"):
+            LocalFleet(lasting)
+    finally:
+        trainer.stop()
+
+
+def test_what_a_stack_leaves_are_the_lasting_islands_of_its_flow_runs(
+    lasting: FleetContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    fleet = LocalFleet(lasting)
+    fleet.start_island("island-0")
+    monkeypatch.setenv("PREFECT_HOME", "/elsewhere")
+    fleet.start_island("island-1")
+    assert [item.pid for item in lasting_islands(tmp_path / "home")] == [fleet._running["island-0"].pid]
 
 
 def test_nobodys_fleet_starts_nothing(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from infra import watch
 from infra.watch import ALERTS, EVALUATION, install
 from infra.watch_commands import automations
 from sprawl.errors import SprawlError
+from sprawl.told import RUN_UNHEALTHY
 from tasks import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
@@ -113,7 +114,7 @@ def test_each_finding_has_its_alert(client: SyncPrefectClient, reason: str, aler
     concerned = [
         alert.name
         for alert in ALERTS
-        if alert.expect == (events.RUN_UNHEALTHY,) and by_name(client)[alert.name].trigger.match.matches(resource)
+        if alert.expect == (RUN_UNHEALTHY,) and by_name(client)[alert.name].trigger.match.matches(resource)
     ]
     assert concerned == [ALERTS[alerted].name]
 
