@@ -3,6 +3,8 @@
 PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 ARGS   ?=
+# Processes that run the tests side by side, whole files each; many tests start processes of their own.
+WORKERS ?= 2
 BIN    := .venv/bin
 INSTALLED := .venv/.installed
 DEV       := .venv/.dev
@@ -52,7 +54,7 @@ down: $(INSTALLED) ## stop the local stack
 # The S3 tests start `weed`, which the development tools bring.
 test: lint $(SKY) ## lint, types and all tests
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest
+	OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 # SkyPilot holds click and uvicorn at old releases, so it has an environment of its own; the tests of sky/*.yaml ask its
 # loaders and its optimizer, without a network or an account. Where it cannot be had they are skipped and say so.
