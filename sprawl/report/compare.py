@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sprawl.errors import SprawlError, file_failure
 from sprawl.report.data import RunData
 from sprawl.report.numbers import finite, rolling_mean
-from sprawl.report.series import probed, smooth_window, step_numbers
+from sprawl.report.series import probed, smooth_window
 from sprawl.report.style import SERIES, figure_bytes, label_ends, log_axis, new_figure, set_labels, set_title
 from sprawl.report.summary import summarise_data
 from sprawl.report.text import DASH, megabytes, number, percent
@@ -154,11 +154,12 @@ def _curves(ax: Axes, named: Named, column: str, title: str, unit: str) -> None:
     """Moving means of one StepRecord column over its faint raw points."""
     labels = []
     for label, data, colour in named:
-        values = [getattr(record, column) for record in data.steps]
+        records = data.codec_steps if column == "mismatch" else data.steps
+        numbers, values = [record.step for record in records], [getattr(record, column) for record in records]
         window = smooth_window(len(values))
         means = rolling_mean(values, window)
-        ax.plot(step_numbers(data), values, ".", color=colour, alpha=0.25, markersize=4, markeredgewidth=0)
-        ax.plot(step_numbers(data)[window - 1 :], means, color=colour, linewidth=1.8)
+        ax.plot(numbers, values, ".", color=colour, alpha=0.25, markersize=4, markeredgewidth=0)
+        ax.plot(numbers[window - 1 :], means, color=colour, linewidth=1.8)
         labels.append((means[-1], label, colour))
     set_title(ax, title)
     set_labels(ax, unit)
@@ -198,10 +199,10 @@ def _accuracy(ax: Axes, named: Named) -> None:
 def _entropy(ax: Axes, named: Named) -> None:
     labels = []
     for label, data, colour in named:
-        values = [record.entropy.compression for record in data.steps]
+        values = [record.entropy.compression for record in data.codec_steps]
         window = smooth_window(len(values))
         means = rolling_mean(values, window)
-        ax.plot(step_numbers(data)[window - 1 :], means, color=colour, linewidth=1.8)
+        ax.plot([record.step for record in data.codec_steps][window - 1 :], means, color=colour, linewidth=1.8)
         steps, dense = probed(data, [record.entropy.dense for record in data.steps])
         ax.plot(steps, dense, "--", color=colour, linewidth=1.2)
         labels.append((means[-1], label, colour))

@@ -60,6 +60,14 @@ class RunData:
         """A finish event was written and no step came after it (a run may be resumed for more steps)."""
         return any(event.kind == "finish" and event.step >= self.last_step for event in self.events)
 
+    @property
+    def codec_steps(self) -> tuple[StepRecord, ...]:
+        """The steps that say something about the boundary codec: all but a compressed run's dense ones, if it has
+        others."""
+        if self.setting("boundary.codec") == "dense":
+            return self.steps
+        return tuple(record for record in self.steps if not record.dense_step) or self.steps
+
     def setting(self, path: str, default: Any = None) -> Any:
         """A value of the run's config by dotted path; `default` when a record of another release lacks it."""
         value: Any = self.run.config

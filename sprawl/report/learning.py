@@ -6,9 +6,10 @@ Each draws one run into given axes and returns the title: the reading, in words.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sprawl.board.records import StepRecord, Views
 from sprawl.report.data import RunData
 from sprawl.report.numbers import finite, first_mean, last_mean, line_fit, mean, median, wilson
 from sprawl.report.series import compressed, fire_ticks, probed, smoothed, step_numbers
@@ -42,12 +43,11 @@ def draw_reward(ax: Axes, data: RunData) -> str:
     return title
 
 
-def _draw_views(
-    ax: Axes, data: RunData, name: str, compression: Sequence[float], dense: Sequence[float | None], log: bool = False
-) -> str:
+def _draw_views(ax: Axes, data: RunData, name: str, of: Callable[[StepRecord], Views], log: bool = False) -> str:
+    compression, dense = [of(record).compression for record in data.codec_steps], [of(r).dense for r in data.steps]
     label = "through\nthe codec" if compressed(data) else "policy"
     title = f"{name} {number(first_mean(compression))} → {number(last_mean(compression))}"
-    last = smoothed(ax, step_numbers(data), compression, BLUE)
+    last = smoothed(ax, [record.step for record in data.codec_steps], compression, BLUE)
     labels = [(last, label, BLUE)]
     steps, points = probed(data, dense)
     if points and compressed(data):
@@ -65,26 +65,23 @@ def _draw_views(
 
 def draw_entropy(ax: Axes, data: RunData) -> str:
     set_labels(ax, "nats/token")
-    views = [record.entropy for record in data.steps]
-    return _draw_views(ax, data, "Entropy", [view.compression for view in views], [view.dense for view in views])
+    return _draw_views(ax, data, "Entropy", lambda record: record.entropy)
 
 
 def draw_kl(ax: Axes, data: RunData) -> str:
     set_labels(ax, "nats/token (log)")
-    views = [record.kl for record in data.steps]
-    columns = [view.compression for view in views], [view.dense for view in views]
-    return _draw_views(ax, data, "KL to the base", *columns, log=True)
+    return _draw_views(ax, data, "KL to the base", lambda record: record.kl, log=True)
 
 
 def draw_mismatch(ax: Axes, data: RunData) -> str:
-    values = [record.mismatch for record in data.steps]
-    last = smoothed(ax, step_numbers(data), values, BLUE)
+    numbers, values = [r.step for r in data.codec_steps], [r.mismatch for r in data.codec_steps]
+    last = smoothed(ax, numbers, values, BLUE)
     labels = [(last, "through\nthe codec" if compressed(data) else "policy", BLUE)]
     steps, dense = probed(data, [record.mismatch_dense for record in data.steps])
     if dense and compressed(data):
         ax.plot(steps, dense, "o", color=VERMILLION, markersize=3)
         labels.append((dense[-1], "dense view\n(probe)", VERMILLION))
-    fit = line_fit(step_numbers(data), values)
+    fit = line_fit(numbers, values)
     title = f"Mismatch {number(last_mean(values))} nats/token"
     if fit:
         slope, intercept = fit

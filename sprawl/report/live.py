@@ -146,10 +146,9 @@ def _reward(data: RunData) -> str:
 
 
 def _views(data: RunData, name: str, of: Callable[[StepRecord], Views], log: bool = False) -> str:
-    series = _smooth(
-        "codec" if compressed(data) else "policy", BLUE, _points(data, lambda record: of(record).compression)
-    )
-    title = f"{name} {_change(of(record).compression for record in data.steps)}"
+    codec = [(record.step, of(record).compression) for record in data.codec_steps]
+    series = _smooth("codec" if compressed(data) else "policy", BLUE, codec)
+    title = f"{name} {_change(value for _, value in codec)}"
     dense = _points(data, lambda record: of(record).dense)
     if dense and compressed(data):
         series += [Series("dense (probe)", VERMILLION, dense)]
@@ -158,11 +157,12 @@ def _views(data: RunData, name: str, of: Callable[[StepRecord], Views], log: boo
 
 
 def _mismatch(data: RunData) -> str:
-    series = _smooth("codec" if compressed(data) else "policy", BLUE, _points(data, lambda record: record.mismatch))
+    codec = [(record.step, record.mismatch) for record in data.codec_steps]
+    series = _smooth("codec" if compressed(data) else "policy", BLUE, codec)
     dense = _points(data, lambda record: record.mismatch_dense)
     if dense and compressed(data):
         series.append(Series("dense (probe)", VERMILLION, dense))
-    return chart(f"Mismatch {_change(record.mismatch for record in data.steps)} nats/token", series)
+    return chart(f"Mismatch {_change(value for _, value in codec)} nats/token", series)
 
 
 def _bytes(data: RunData) -> str:

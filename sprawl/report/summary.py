@@ -74,8 +74,9 @@ def summarise_data(data: RunData, *, finished: bool | None = None) -> dict[str, 
     newest_evaluation = data.evaluations[-1] if data.evaluations else None
     deltas = [record for record in steps if record.version >= 1]
     patches = [record for record in deltas if record.kind == "delta"]
-    mismatch = [record.mismatch for record in steps]
-    fit = line_fit([record.step for record in steps], mismatch)
+    codec = data.codec_steps
+    mismatch = [record.mismatch for record in codec]
+    fit = line_fit([record.step for record in codec], mismatch)
     return {
         "run_id": data.run.run_id,
         "finished": data.finished if finished is None else finished,
@@ -91,11 +92,11 @@ def summarise_data(data: RunData, *, finished: bool | None = None) -> dict[str, 
         "mismatch_slope": fit[0] if fit else None,
         "mismatch_dense": mean(record.mismatch_dense for record in steps),
         "entropy": {
-            "compression": _ends([record.entropy.compression for record in steps]),
+            "compression": _ends([record.entropy.compression for record in codec]),
             "dense": _ends([record.entropy.dense for record in steps]),
         },
         "kl": {
-            "compression": _ends([record.kl.compression for record in steps]),
+            "compression": _ends([record.kl.compression for record in codec]),
             "dense": _ends([record.kl.dense for record in steps]),
         },
         "grad_norm_median": median(record.grad_norm for record in steps),

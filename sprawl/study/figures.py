@@ -131,11 +131,13 @@ def _collapses(entry: Drawn) -> list[int]:
     return [verdict.step for verdict in found if verdict.kind in ("collapsed", "stopped") and verdict.step is not None]
 
 
-def _column(runs: ArmRuns, of: Callable[[StepRecord], float | None]) -> list[list[tuple[int, float]]]:
-    """For every run its (step, value) pairs, those without a value left out."""
+def _column(
+    runs: ArmRuns, of: Callable[[StepRecord], float | None], *, codec: bool = False
+) -> list[list[tuple[int, float]]]:
+    """For every run its (step, value) pairs, those without a value left out; with `codec` dense steps too."""
     curves = []
     for data in runs.cut:
-        pairs = [(record.step, of(record)) for record in data.steps]
+        pairs = [(record.step, of(record)) for record in (data.codec_steps if codec else data.steps)]
         curves.append([(step, value) for step, value in pairs if value is not None and finite([value])])
     return curves
 
@@ -149,13 +151,21 @@ def mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int,
     return [(step, sum(table[step] for table in tables) / len(tables)) for step in steps]
 
 
-def _draw(ax: Axes, drawn: Sequence[Drawn], of: Callable[[StepRecord], float | None], *, smooth: bool = False) -> None:
-    """Thin lines of every seed and their mean; with `smooth` all are moving means over 10 steps."""
+def _draw(
+    ax: Axes,
+    drawn: Sequence[Drawn],
+    of: Callable[[StepRecord], float | None],
+    *,
+    smooth: bool = False,
+    codec: bool = False,
+) -> None:
+    """Thin lines of every seed and their mean; with `smooth` all are moving means over 10 steps. `codec`: dense steps
+    of compressed runs, which say nothing about it, are left out."""
     for entry in drawn:
         steps = sorted(_collapses(entry))
         if steps:
             ax.axvspan(steps[0] - 1, steps[-1] + 1, color=entry.colour, alpha=0.2, linewidth=0)
-        curves = _column(entry.runs, of)
+        curves = _column(entry.runs, of, codec=codec)
         if smooth:
             curves = [_smoothed(curve) for curve in curves]
         if len(curves) > 1:
@@ -208,19 +218,19 @@ def _reward_wall(ax: Axes, drawn: Sequence[Drawn]) -> None:
 
 
 def _entropy(ax: Axes, drawn: Sequence[Drawn]) -> None:
-    _draw(ax, drawn, lambda record: record.entropy.compression)
+    _draw(ax, drawn, lambda record: record.entropy.compression, codec=True)
     _dashed(ax, drawn, lambda record: record.entropy.dense)
     _finish(ax, "Entropy (compression view)", "nats/token")
 
 
 def _kl(ax: Axes, drawn: Sequence[Drawn]) -> None:
-    _draw(ax, drawn, lambda record: record.kl.compression)
+    _draw(ax, drawn, lambda record: record.kl.compression, codec=True)
     _dashed(ax, drawn, lambda record: record.kl.dense)
     _finish(ax, "KL to the reference (compression view)", "nats/token")
 
 
 def _mismatch(ax: Axes, drawn: Sequence[Drawn]) -> None:
-    _draw(ax, drawn, lambda record: record.mismatch)
+    _draw(ax, drawn, lambda record: record.mismatch, codec=True)
     _finish(ax, "Train-inference mismatch", "nats/token")
 
 

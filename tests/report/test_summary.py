@@ -178,3 +178,19 @@ def test_state_follows_the_newest_sign_of_life():
 def test_full_view_is_what_the_ratio_divides_by():
     step = make_step(1, delta=Wire(sent=FULL // 4, dense=FULL))
     assert summarise(make_run_record(), [step], [], [], [], [])["delta_bytes_ratio"] == pytest.approx(0.25, rel=1e-5)
+
+
+def test_dense_steps_of_a_compressed_run_say_nothing_about_its_codec():
+    steps = [
+        make_step(i, mismatch=0.001, dense_step=True, entropy=Views(compression=0.1))
+        if i % 3 == 0
+        else make_step(i, mismatch=4.0, entropy=Views(compression=1.8))
+        for i in range(1, 31)
+    ]
+    summary = summarise_data(RunData.of(make_run_record(), steps))
+    assert (summary["mismatch_first"], summary["mismatch_last"], summary["mismatch_slope"]) == (4.0, 4.0, 0.0)
+    assert summary["entropy"]["compression"]["last"] == pytest.approx(1.8)
+    dense = RunData.of(make_run_record("boundary.codec=dense", "anchor.enabled=false"), steps)
+    assert dense.codec_steps == dense.steps
+    always = RunData.of(make_run_record(), [record for record in steps if record.dense_step])
+    assert always.codec_steps == always.steps, "there is nothing else to show"
