@@ -17,8 +17,8 @@ from prefect import flow
 from prefect.events import DeploymentEventTrigger
 from prefect.runtime import deployment as this_deployment
 
+from sprawl.event_names import ISLAND_LOST, RUN_UNHEALTHY, resource
 from sprawl.fleet.settings import FleetSettings
-from sprawl.told import ISLAND_LOST, RUN_UNHEALTHY, resource
 from tasks.look_at_fleet import look_at_fleet, reap_fleet
 
 if TYPE_CHECKING:

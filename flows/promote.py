@@ -21,7 +21,7 @@ from pydantic import Field
 from flows.parameters import Version
 from sprawl.board.records import PromotionRecord
 from sprawl.errors import IntegrityError, SprawlError
-from sprawl.told import APPROVED, VERSION_PROMOTED
+from sprawl.event_names import APPROVED, VERSION_PROMOTED
 from tasks.artifacts import artifact_key
 from tasks.events import Occurrence, emit
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
 from sprawl.errors import SprawlError
-from sprawl.told import EVERY, ISLAND_LOST, REASON, RUN_FINISHED, RUN_UNHEALTHY, VERSION_PUBLISHED, resource
-from sprawl.told import every as every_nth
+from sprawl.event_names import EVERY, ISLAND_LOST, REASON, RUN_FINISHED, RUN_UNHEALTHY, VERSION_PUBLISHED, resource
+from sprawl.event_names import every as every_nth
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -1,4 +1,4 @@
-"""What a run tells Prefect's event system, so that automations can act on it. The names are in `sprawl.told`.
+"""What a run tells Prefect's event system, so that automations can act on it. The names are in `sprawl.event_names`.
 
 | event | when | labels of the resource besides its id and name |
 |---|---|---|
@@ -24,9 +24,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
-from sprawl.report.data import RunData
-from sprawl.report.health import Finding
-from sprawl.told import (
+from sprawl.event_names import (
     ANCHOR_FIRED,
     EVERY,
     ISLAND_LOST,
@@ -37,6 +35,8 @@ from sprawl.told import (
     every,
     resource,
 )
+from sprawl.report.data import RunData
+from sprawl.report.health import Finding
 
 REPEAT_STEPS = 100
 """A run that stays unhealthy says so again after this many steps."""

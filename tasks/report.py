@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from sprawl.told import RUN_UNHEALTHY
+from sprawl.event_names import RUN_UNHEALTHY
 from tasks.artifacts import ArtifactGate, ArtifactWriter, artifact_key
 from tasks.events import Announcer, occurrences
 

@@ -17,7 +17,7 @@ from infra import watch
 from infra.watch import ALERTS, EVALUATION, install
 from infra.watch_commands import automations
 from sprawl.errors import SprawlError
-from sprawl.told import RUN_UNHEALTHY
+from sprawl.event_names import RUN_UNHEALTHY
 from tasks import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
