@@ -24,12 +24,13 @@ class Milestones:
 
 
 def milestones(wanted: MilestonesConfig, arms: Sequence[ArmRuns]) -> Milestones:
-    """The study's; without seconds, half and all of what the quickest of all complete runs took."""
+    """The study's; without seconds, half and all of what the quickest of all complete runs took, if any of them has
+    seconds."""
     quickest = min(finite(seconds_at(data)[-1] for runs in arms for data in runs.complete), default=0.0)
     longest = max((runs.steps for runs in arms), default=0)
     return Milestones(
         steps=tuple(step for step in wanted.steps if step <= longest),
-        seconds=tuple(wanted.seconds) or (quickest / 2, quickest),
+        seconds=tuple(wanted.seconds) or ((quickest / 2, quickest) if quickest else ()),
         rewards=tuple(wanted.rewards),
     )
 

@@ -61,6 +61,15 @@ def test_measured_seconds_take_the_place_of_those_of_busy_runs():
     assert found["staleness"]["dense"]["reward_after_60s"]["mean"] is None
 
 
+def test_before_the_short_runs_there_are_no_seconds_to_compare_at():
+    study = make_study(**TIMED, groups=[])
+    cells = plan_cells(study)
+    known = with_measured_seconds(study, {cells[0].run_id: ledger(cells[0])}, cells, plan_timing(study))
+    found = make_results(study, cells, known, quick=False)
+    assert found.data["milestones"]["seconds"] == ()
+    assert "reward after" not in found.tables["staleness"]
+
+
 def test_without_short_runs_in_the_study_runs_keep_their_own():
     study = make_study()
     cells = plan_cells(study)
