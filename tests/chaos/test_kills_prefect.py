@@ -147,7 +147,8 @@ def run_under_strikes(stage: Scene, run_id: str, hits: Iterator[tuple[str, ...]]
         at = min(STEPS, stage.head(run_id) + CHANCE.randint(1, 4))
         late += at == STEPS
     stage.wait(lambda: stage.finished(run_id), "the end of the run")
-    stage.wait(lambda: not stage.flows(), "the last flow run to end")
+    # Killed after the run's last word and before its own, a flow run is followed by one that finds nothing to do.
+    stage.wait(lambda: not stage.flows() and states(run_id)[-1][1] == "Completed", "the last flow run to complete")
     return count
 
 
@@ -159,7 +160,6 @@ def test_kills_at_random_times_change_nothing(stage: Scene, calm: str) -> None:
         report["strikes"] += run_under_strikes(stage, run_id, hits)
         check(stage, run_id)
         chain = states(run_id)
-        assert chain[-1][1] == "Completed"
         assert {state for _, state, _ in chain[:-1]} <= {"Crashed", "Cancelled", "Completed"}
         report["runs"] += 1
         report["flow_runs"] += len(chain)
@@ -269,7 +269,9 @@ def test_a_flow_run_that_was_stopped_is_replaced_and_then_writes_nothing(stage: 
         zombie.send_signal(signal.SIGCONT)
     stage.wait(lambda: not stage.flows(), "the old flow run to end")
     check(stage, "stopped")
-    assert [(state, attempt) for _, state, attempt in states("stopped")] == [("Crashed", 0), ("Completed", 1)]
+    (_, old, first), (_, new, second) = states("stopped")
+    assert (first, second, new) == (0, 1, "Completed")
+    assert old in ("Crashed", "Failed"), "what the server found, or what it says itself when it finds itself fenced off"
 
 
 def test_no_secret_is_left_anywhere(stage: Scene, calm: str) -> None:
