@@ -84,7 +84,14 @@ def main(board: str, run_id: str, exit_with_parent: bool) -> None:
     Talks to the server of the Prefect settings (PREFECT_API_URL); when none answers it serves the run without one.
     """
     parent = os.getppid()
-    SHOULD_STOP.set(lambda: exit_with_parent and os.getppid() != parent)
+    before = SHOULD_STOP.set(lambda: exit_with_parent and os.getppid() != parent)
+    try:
+        _serve(board, run_id)
+    finally:
+        SHOULD_STOP.reset(before)
+
+
+def _serve(board: str, run_id: str) -> None:
     if reachable():
         try:
             state = anchor(run_id, board, return_state=True)
