@@ -88,6 +88,13 @@ def head(ledger: Ledger) -> int:
     return VersionReader(ledger.store, ledger.run_id).head() or 0
 
 
+def forget_server() -> None:
+    """SkyPilot's client asks its environment for the server once a process, when it is imported."""
+    from sky.server.common import get_server_url
+
+    get_server_url.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def session() -> Iterator[Session]:
     """HOME and PATH of this process are the session's meanwhile: SkyPilot's client keeps its files at home."""
@@ -102,10 +109,12 @@ def session() -> Iterator[Session]:
         slurm.start()
         sky.start()
         os.environ.update(sky.environment())
+        forget_server()
         yield Session(slurm, sky, directory)
     finally:
         os.environ.clear()
         os.environ.update(before)
+        forget_server()
         sky.stop()
         slurm.stop()
         keep = os.environ.get("SPRAWL_TEST_SKY_KEEP") == "1"
