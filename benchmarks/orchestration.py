@@ -38,6 +38,7 @@ import psutil
 from benchmarks.command import run
 from benchmarks.idle import IdleSession
 from infra.limits import SEGMENT
+from sprawl.errors import SprawlError
 from sprawl.run.receipts import PublishReceipt
 
 FULL = {0.0: 150, 1.0: 20, 10.0: 5}  # seconds of a step -> steps of a turn
@@ -170,8 +171,24 @@ def _cpu_s(server: psutil.Process) -> float:
     return sum(item.user + item.system for item in times)
 
 
+def in_own_process(steps: int, segment: int, environment: dict[str, str]) -> Memory:
+    """`measure_memory` where nothing that ran before is counted. Raises SprawlError with what it ended with."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = pool.submit(_measured, steps, segment, environment).result()
+    if isinstance(found, str):
+        raise SprawlError(f"the flow of {steps} steps ended with {found}")
+    return found
+
+
+def _measured(steps: int, segment: int, environment: dict[str, str]) -> Memory | str:
+    """Errors as text: not all of them survive the way back between processes."""
+    try:
+        return measure_memory(steps, segment, environment)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def measure_memory(steps: int, segment: int, environment: dict[str, str]) -> Memory:
-    """In a process of its own, so that nothing that ran before is counted."""
     from flows import server
 
     server.use(environment)
@@ -189,7 +206,9 @@ def measure_memory(steps: int, segment: int, environment: dict[str, str]) -> Mem
         return receipt
 
     session.publish = watched  # type: ignore[method-assign]
-    drive_flow(session, steps, min(segment, steps))
+    for end in range(segment, steps + 1, segment):
+        drive_flow(session, end, segment)
+        server.flush(300.0)  # steps of no length make events faster than a server takes them in
     return Memory(segment, rss, 1024 * (rss[at[2]] - rss[at[1]]) / (at[2] - at[1]))
 
 
@@ -244,11 +263,13 @@ def main(quick: bool, as_json: bool) -> None:
         server.use(environment)
         server.quiet_console()
         drive_flow(IdleSession(WARM_UP + 1, 0.0), WARM_UP, WARM_UP)
-        rows = [measure(step_s, count, process) for step_s, count in (QUICK if quick else FULL).items()]
-        memory = []
+        rows, memory = [], []
+        for step_s, count in (QUICK if quick else FULL).items():
+            rows.append(measure(step_s, count, process))
+            click.echo(f"steps of {step_s:g} s: {1000 * rows[-1].added_s:.1f} ms added", err=True)
         for segment in (SEGMENT,) if quick else (SEGMENT, steps):
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                memory.append(pool.submit(measure_memory, steps, segment, environment).result())
+            memory.append(in_own_process(steps, min(segment, steps), environment))
+            click.echo(f"{steps} steps, {segment} a flow run: {memory[-1].rss_mib}", err=True)
         server.flush()
     (second,) = (row for row in rows if row.step_s == 1.0)
     met = second.share is not None and second.share < TARGET
