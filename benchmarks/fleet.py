@@ -25,8 +25,9 @@ from pathlib import Path
 import click
 
 from benchmarks.command import run as run_from_shell
+from benchmarks.idle import step_record
 from sprawl.board.ledger import Ledger
-from sprawl.board.records import EventRecord, RunRecord, StepRecord, Views, Wire
+from sprawl.board.records import EventRecord, RunRecord, StepRecord
 from sprawl.board.store import MemoryStore
 from sprawl.errors import SprawlError
 from sprawl.fleet.controller import Controller
@@ -250,35 +251,8 @@ def table(rows: Sequence[Outcome]) -> str:
 
 
 def _record(step: int, now: float, seconds: dict[str, float], islands: dict[str, int]) -> StepRecord:
-    nothing, wire = Views(compression=0.0, dense=None), Wire(sent=0, dense=0)
-    return StepRecord(
-        step=step,
-        epoch=1,
-        version=step,
-        finished_at=now,
-        reward=0,
-        reward_std=0,
-        groups=1,
-        zero_advantage_groups=0,
-        response_tokens=1,
-        response_length=1,
-        entropy=nothing,
-        kl=nothing,
-        mismatch=0,
-        ratio_max_error=0,
-        clip_share=0,
-        loss=0,
-        grad_norm=0,
-        applied=True,
-        staleness=1,
-        staleness_max=1,
-        boundary=wire,
-        delta=wire,
-        sign=wire,
-        changed_share=0,
-        seconds=seconds,
-        islands=islands,
-    )
+    measured = {"finished_at": now, "staleness": 1.0, "staleness_max": 1, "seconds": seconds, "islands": islands}
+    return step_record(step).model_copy(update=measured)
 
 
 @click.command(name="fleet", context_settings={"help_option_names": ["-h", "--help"]})
