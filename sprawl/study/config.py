@@ -140,6 +140,9 @@ class StudyConfig(Section):
             raise ValueError("a study needs arms, or axes")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two arms are called {twice[0]!r}")
+        changed = {field for arm in self.all_arms() for field in arm.overrides}
+        if self.timing and (idle := sorted(set(self.timing.free) - changed)):
+            raise ValueError(f"timing.free names {idle[0]!r}, which no arm changes")
         groups = [group.name for group in self.groups]
         if twice := sorted({name for name in groups if groups.count(name) > 1}):
             raise ValueError(f"two groups are called {twice[0]!r}")

@@ -35,6 +35,8 @@ def test_every_arm_has_one_short_run_under_a_name_of_its_own():
     assert plan_timing(study, quick=True) == [], "a check of the study measures nothing"
     with pytest.raises(ConfigError, match=r"timing\.steps"):
         make_study(timing={"steps": 3})
+    with pytest.raises(ConfigError, match=r"timing\.free names 'grpo\.offpolicy\.kind', which no arm changes"):
+        make_study(timing={"free": ["grpo.offpolicy.kind"]})
 
 
 def test_the_second_half_counts_and_a_run_that_did_not_finish_does_not():
