@@ -31,10 +31,10 @@ from infra.limits import FUTILE_ATTEMPTS, MAX_ATTEMPTS, SEGMENT
 from sprawl.board.records import EvaluationRecord, EventRecord
 from sprawl.errors import SprawlError, Verdict
 from tasks.artifacts import ArtifactGate
-from tasks.collect_rollouts import HOPELESS, collect_rollouts
 from tasks.evaluate import evaluate_version
 from tasks.publish_version import publish_version
 from tasks.report import Reporter, report, write_page
+from tasks.retrying import HOPELESS
 from tasks.train_step import train_step
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class GaveUp(SprawlError):
 def train(
     session: RunSession, work: Stretch, progress: Progress, reporter: Reporter, announcer: Announcer
 ) -> FinishReceipt | None:
-    """The steps of a flow run, each phase a task, and the end of the run if they reach it (None: they do not).
+    """The steps of a flow run, two tasks each, and the end of the run if they reach it (None: they do not).
 
     What was committed before stays committed whatever happens here. Raises what the session raises; after a Verdict of
     the drift controller the report is there.
@@ -253,7 +253,6 @@ def train(
 
 def _steps(session: RunSession, work: Stretch, progress: Progress, reporter: Reporter, announcer: Announcer) -> None:
     for step in range(session.head_step + 1, work.last + 1):
-        collect_rollouts(session, step)
         train_step(session, step)
         publish_version(session, step, announcer)
         record = session.ledger.step(step)

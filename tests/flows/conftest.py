@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterFlowRunId
 
 from benchmarks.idle import step_record
 from sprawl.board.records import EvaluationRecord, EventRecord, StepRecord
 from sprawl.config import RunConfig, parse_config
 from sprawl.run.receipts import CollectReceipt, FinishReceipt, PublishReceipt, StartReceipt, TrainReceipt
+
+
+def task_run_names(flow_run_id: str, count: int) -> set[str]:
+    """Of the task runs of a flow run, once there are `count`: they reach the database in batches, a second late."""
+    mine = TaskRunFilter(flow_run_id=TaskRunFilterFlowRunId(any_=[UUID(flow_run_id)]))
+    deadline = time.monotonic() + 20.0
+    with get_client(sync_client=True) as client:
+        while len(runs := client.read_task_runs(task_run_filter=mine)) < count and time.monotonic() < deadline:
+            time.sleep(0.2)
+    return {run.name for run in runs}
 
 
 @dataclass

@@ -9,13 +9,13 @@ from uuid import UUID
 import pytest
 from click.testing import CliRunner
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterFlowRunId
 from prefect.runtime import flow_run
 
 from flows import anchor as module
 from flows import server
 from flows.anchor import anchor
 from sprawl.board.records import FireRecord
+from tests.flows.conftest import task_run_names
 
 
 def fire_record(step: int) -> FireRecord:
@@ -75,11 +75,9 @@ def test_each_fire_is_a_task_run_and_waiting_is_none(service: FakeService) -> No
     assert anchor("run-1", "board") == {"run_id": "run-1", "fires": 2}
     assert service.fired == [20, 40]
     server.flush()
-    mine = TaskRunFilter(flow_run_id=TaskRunFilterFlowRunId(any_=[UUID(service.flow_run_id)]))
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(UUID(service.flow_run_id)).name == "anchor-run-1"
-        names = {item.name for item in _eventually(lambda: client.read_task_runs(task_run_filter=mine), 2)}
-    assert names == {"fire-anchor-20", "fire-anchor-40"}
+    assert task_run_names(service.flow_run_id, 2) == {"fire-anchor-20", "fire-anchor-40"}
 
 
 @pytest.mark.slow
@@ -111,15 +109,3 @@ def test_it_ends_when_its_parent_is_gone(service: FakeService, monkeypatch: pyte
     monkeypatch.setattr(module.os, "getppid", lambda: next(parents, 1))
     CliRunner().invoke(module.main, ["--run-id", "run-1", "--board", "board", "--exit-with-parent"])
     assert service.fired == []
-
-
-def _eventually(read, count: int, tries: int = 50):
-    """Task runs reach the database in batches, a second after the fact."""
-    import time
-
-    found = read()
-    while len(found) < count and tries > 0:
-        time.sleep(0.2)
-        tries -= 1
-        found = read()
-    return found

@@ -19,7 +19,7 @@ from infra.stack import Stack
 from sprawl.config import parse_config
 from sprawl.errors import BoardError, Diverged, FencedError, OvertakenError, SprawlError
 from sprawl.run.options import RunOptions
-from tests.flows.conftest import FakeSession, Recorder
+from tests.flows.conftest import FakeSession, Recorder, task_run_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
 
@@ -49,13 +49,16 @@ def test_phases_run_in_order_and_the_run_is_evaluated_at_its_end(
     assert session.closed == 1
 
 
-def test_the_flow_run_is_named_after_its_run_and_has_one_task_run_a_phase(
+def test_the_flow_run_is_named_after_its_run_and_a_step_is_two_task_runs(
     attached: Attached, session: FakeSession
 ) -> None:
     post_train()
     server.flush()
+    expected = {f"{task}-{step}" for task in ("train-step", "publish-version") for step in (1, 2, 3)}
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(UUID(attached.flow_run_id)).name == session.run_id
+    names = {name for name in task_run_names(attached.flow_run_id, 10) if not name.startswith("report-")}
+    assert names == expected | {"evaluate-version-3", "write-page"}
 
 
 def test_a_resumed_run_begins_after_its_head(attached: Attached, session: FakeSession, progress: Recorder) -> None:
@@ -68,7 +71,7 @@ def test_a_resumed_run_begins_after_its_head(attached: Attached, session: FakeSe
 def test_a_retried_collect_does_not_train_twice(
     attached: Attached, session: FakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.collect_rollouts, "retry_delay_seconds", 0)
+    monkeypatch.setattr(module.train_step, "retry_delay_seconds", 0)
     session.faults["collect", 2] = [fail_with(ConnectionError("island lost"))]
     session.faults["publish", 3] = [fail_with(ConnectionError("board away"))]
     monkeypatch.setattr(module.publish_version, "retry_delay_seconds", 0)
