@@ -142,9 +142,17 @@ def sign_map(run_id: str, step: int, digest: str) -> str:
     return f"{run_id}/anchor/signs/{step:08d}-{digest}"
 
 
+def sign_maps(run_id: str) -> str:
+    return f"{run_id}/anchor/signs/"
+
+
 def bases(run_id: str, step: int, digest: str) -> str:
     """Boundary bases of the subspace codec after the fire at `step` (fp32 safetensors)."""
     return f"{run_id}/anchor/bases/{step:08d}-{digest}"
+
+
+def all_bases(run_id: str) -> str:
+    return f"{run_id}/anchor/bases/"
 
 
 def anchor_state(run_id: str, step: int, digest: str | None = None) -> str:

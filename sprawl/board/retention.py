@@ -2,6 +2,8 @@
 
 Kept is always one unbroken range that starts at a keyframe and ends at the newest version, so that every version
 left can be rebuilt. Manifests go before blobs: a version is either whole or not there.
+
+Of the anchor's sign maps (one bit a parameter each) those stay that a run resumed from any checkpoint on the board takes.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ def plan_gc(
 def gc(store: Store, run_id: str, keep_versions: int, *, dry_run: bool = False) -> GcReport:
     """Apply `plan_gc` to a run. Interrupted, it leaves a valid board, and the next call finishes the work.
 
-    Also removes blobs that no manifest names, left by interrupted publishes or an interrupted gc, and merged deltas to
-    versions that are gone.
+    Also removes blobs that no manifest names, left by interrupted publishes or an interrupted gc, merged deltas to
+    versions that are gone, and sign maps that no resumed run takes or no fire names.
     """
     if keep_versions < 1:
         raise BoardError(f"cannot keep {keep_versions} versions", "keep at least 1")
@@ -93,6 +95,7 @@ def gc(store: Store, run_id: str, keep_versions: int, *, dry_run: bool = False) 
     doomed = [key for key in store.list(keys.blob_root(run_id)) if _deletable(key, run_id, plan, manifests, newest)]
     records, merged = _merged_objects(store, run_id, plan.keep_from)
     doomed += merged
+    doomed += _sign_maps(store, ledger)
     freed = sum(manifests[version].sent_bytes for version in plan.versions)
     if not dry_run:
         # Oldest keyframe first, and of what stands on it the newest first: each version still there can be rebuilt.
@@ -117,6 +120,32 @@ def _merged_objects(store: Store, run_id: str, keep_from: int) -> tuple[list[str
         if end.isdecimal() and int(end) < keep_from:
             (records if key.endswith(".json") else blobs).append(key)
     return records, blobs
+
+
+def _sign_maps(store: Store, ledger: Ledger) -> list[str]:
+    """Sign maps and bases of committed fires that are not needed any more, or that their fire does not name. A fire
+    without a record may be under way: what it wrote stays."""
+    oldest = _oldest_needed_fire(ledger)
+    doomed: list[str] = []
+    for root in (keys.sign_maps(ledger.run_id), keys.all_bases(ledger.run_id)):
+        for key in store.list(root):
+            number, _, digest = key.removeprefix(root).partition("-")
+            record = ledger.fire(int(number)) if number.isdecimal() else None
+            if record is not None and (record.step < oldest or digest not in (record.digest, record.basis_digest)):
+                doomed.append(key)
+    return doomed
+
+
+def _oldest_needed_fire(ledger: Ledger) -> int:
+    """The fire whose sign map the step after the oldest checkpoint took; without a record of that step, the newest one
+    that it can take. 0 without checkpoints: all are needed."""
+    checkpoints = ledger.checkpoints()
+    if not checkpoints:
+        return 0
+    taken = ledger.step(min(checkpoints) + 1)
+    if taken is not None and taken.sign_fire is not None:
+        return taken.sign_fire
+    return max((fire.step for fire in ledger.fires() if fire.step <= min(checkpoints)), default=0)
 
 
 def _deletable(key: str, run_id: str, plan: GcPlan, manifests: dict[int, Manifest], newest: int) -> bool:

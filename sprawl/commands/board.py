@@ -155,8 +155,8 @@ def _print_report(report: VerifyReport) -> None:
 def gc(url: str, run_id: str, keep: int, dry_run: bool) -> None:
     """Delete old versions of a run; never one that is still needed.
 
-    Kept are the newest KEEP versions, whatever live islands serve, and the keyframe that those start from. Records,
-    rollouts and checkpoints are not touched.
+    Kept are the newest KEEP versions, whatever live islands serve, and the keyframe that those start from; of the
+    anchor's sign maps, those that a run resumed from a checkpoint takes. Records, rollouts and checkpoints stay.
 
     \b
     Examples:

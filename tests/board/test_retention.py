@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from sprawl.board import keys
 from sprawl.board.ledger import Ledger
 from sprawl.board.reader import VersionReader
-from sprawl.board.records import IslandRecord
+from sprawl.board.records import CheckpointRecord, IslandRecord
 from sprawl.board.retention import gc, plan_gc
 from sprawl.board.store import MemoryStore, Store
 from sprawl.board.verify import verify_board
 from sprawl.errors import BoardError
 from tests.board.states import FILES, RUN, publish, publisher, state_of
+from tests.report.plausible import make_fire, make_step
 
 
 @given(
@@ -122,3 +123,42 @@ def test_gc_says_what_is_wrong(store: Store) -> None:
         gc(store, RUN, 3)
     with pytest.raises(BoardError, match="at least 1"):
         gc(store, RUN, 0)
+
+
+def anchored(store: Store, checkpoints: list[int], taken: dict[int, int | None]) -> Ledger:
+    """Twelve versions, fires at 2, 4, 6 with their sign maps and bases, and a map that no fire names beside each;
+    `taken`: step -> the fire whose sign map it took."""
+    publish(store, 12)
+    ledger = Ledger(store, RUN)
+    for step in (2, 4, 6):
+        ledger.write_fire(make_fire(step, digest=f"s{step}", basis_digest=f"b{step}"))
+        store.put(keys.sign_map(RUN, step, f"s{step}"), b"x")
+        store.put(keys.sign_map(RUN, step, "orphan"), b"x")
+        store.put(keys.bases(RUN, step, f"b{step}"), b"x")
+    for step in checkpoints:
+        ledger.write_checkpoint(CheckpointRecord(step=step, epoch=1, blobs={}, bytes=0, created_at=0.0))
+    for step, fire in taken.items():
+        ledger.write_step(make_step(step, sign_fire=fire))
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "taken", "kept"),
+    [
+        ([], {}, [2, 4, 6]),
+        ([5, 8], {6: 4}, [4, 6]),
+        ([5, 8], {6: 2}, [2, 4, 6]),  # the fire at 4 came late
+        ([6], {}, [6]),
+        ([7], {8: None}, [6]),  # M had no direction
+        ([1], {2: None}, [2, 4, 6]),
+    ],
+)
+def test_the_sign_maps_stay_that_a_resumed_run_takes(
+    store: Store, checkpoints: list[int], taken: dict[int, int | None], kept: list[int]
+) -> None:
+    anchored(store, checkpoints, taken)
+    under_way = keys.sign_map(RUN, 8, "not-committed")
+    store.put(under_way, b"x")
+    gc(store, RUN, 12)
+    assert store.list(keys.sign_maps(RUN)) == [*(keys.sign_map(RUN, step, f"s{step}") for step in kept), under_way]
+    assert store.list(keys.all_bases(RUN)) == [keys.bases(RUN, step, f"b{step}") for step in kept]
