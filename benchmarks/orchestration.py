@@ -43,7 +43,7 @@ from sprawl.run.receipts import PublishReceipt
 
 FULL = {0.0: 150, 1.0: 20, 10.0: 5}  # seconds of a step -> steps of a turn
 QUICK = {0.0: 30, 1.0: 5}
-TURNS = 3
+TURNS, QUICK_TURNS = 3, 2
 WARM_UP = 3  # steps before anything is measured: imports, connections
 MEMORY_STEPS, QUICK_MEMORY_STEPS = 5000, 100
 TARGET = 0.02  # of a step of one second
@@ -155,9 +155,9 @@ def compare(step_s: float, plain: list[Turn], flow: list[Turn], server_cpu_s: fl
     )
 
 
-def measure(step_s: float, steps: int, server: psutil.Process) -> Row:
+def measure(step_s: float, steps: int, turns: int, server: psutil.Process) -> Row:
     plain, flow, spent = [], [], 0.0
-    for _ in range(TURNS):
+    for _ in range(turns):
         plain.append(drive_plain(IdleSession(steps + 1, step_s), steps))
         before = _cpu_s(server)
         flow.append(drive_flow(IdleSession(steps + 1, step_s), steps, steps))
@@ -267,7 +267,7 @@ def main(quick: bool, as_json: bool) -> None:
         drive_flow(IdleSession(WARM_UP + 1, 0.0), WARM_UP, WARM_UP)
         rows, memory = [], []
         for step_s, count in (QUICK if quick else FULL).items():
-            rows.append(measure(step_s, count, process))
+            rows.append(measure(step_s, count, QUICK_TURNS if quick else TURNS, process))
             click.echo(f"steps of {step_s:g} s: {1000 * rows[-1].added_s:.1f} ms added", err=True)
         for segment in (SEGMENT,) if quick else (SEGMENT, steps):
             memory.append(in_own_process(steps, min(segment, steps), environment))

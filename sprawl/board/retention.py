@@ -3,7 +3,7 @@
 Kept is always one unbroken range that starts at a keyframe and ends at the newest version, so that every version
 left can be rebuilt. Manifests go before blobs: a version is either whole or not there.
 
-Of the anchor's sign maps (one bit a parameter each) those stay that a run resumed from any checkpoint on the board takes.
+Of the anchor's sign maps (one bit a parameter each) those stay that a run takes which resumes from a checkpoint.
 """
 
 from __future__ import annotations
