@@ -47,9 +47,10 @@ def anchor(run_id: str = "latest", board: str | None = None) -> dict[str, Any] |
 
     def fire(service: Any, step: int) -> FireRecord:
         nonlocal fires
-        record = FireRecord(**fire_anchor(service, step))
+        fire_anchor(service, step)
         fires += 1
-        return record
+        committed: FireRecord = service.fire(step)  # what is committed is returned as it is
+        return committed
 
     try:
         follow(run_id, board, fire)

@@ -28,7 +28,7 @@ from flows.parameters import NewRunId, Positive
 from flows.progress import Both, LoggedProgress, Progress
 from flows.server import flow_run_url
 from infra.limits import FUTILE_ATTEMPTS, MAX_ATTEMPTS, SEGMENT
-from sprawl.board.records import EvaluationRecord, EventRecord
+from sprawl.board.records import EventRecord
 from sprawl.errors import SprawlError, Verdict
 from tasks.artifacts import ArtifactGate
 from tasks.evaluate import evaluate_version
@@ -259,7 +259,7 @@ def _steps(session: RunSession, work: Stretch, progress: Progress, reporter: Rep
         if record is not None:
             progress.step(record)
         if session.evaluation_due(step):
-            progress.evaluation(EvaluationRecord(**evaluate_version(session, step)))
+            evaluate_version(session, step, progress.evaluation)
         if step < work.last and reporter.due():
             report(session, step, reporter)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sprawl.board.records import EvaluationRecord
     from sprawl.run.session import RunSession
 
 
@@ -19,6 +22,6 @@ if TYPE_CHECKING:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def evaluate_version(session: RunSession, step: int) -> dict[str, Any]:
-    """Returns the EvaluationRecord as a dict, without its examples."""
-    return session.evaluate(step).model_dump(mode="json", exclude={"examples"})
+def evaluate_version(session: RunSession, step: int, tell: Callable[[EvaluationRecord], None]) -> None:
+    """`tell` is called with what came out, once."""
+    tell(session.evaluate(step))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -19,6 +19,6 @@ if TYPE_CHECKING:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def fire_anchor(service: AnchorService, step: int) -> dict[str, Any]:
-    """Replay dense at the stale weights and put the sign map on the board. Returns the FireRecord as a dict."""
-    return service.fire(step).model_dump(mode="json")
+def fire_anchor(service: AnchorService, step: int) -> None:
+    """Replay dense at the stale weights and put the sign map and the fire's record on the board."""
+    service.fire(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def publish_version(session: RunSession, step: int, announcer: Announcer) -> dict[str, Any]:
-    """Returns a PublishReceipt as a dict, and tells of the version (`sprawl.version.published`)."""
-    receipt = session.publish(step).as_dict()
-    announcer.version(receipt["version"], time.time(), step=receipt["step"], kind=receipt["kind"])
-    return receipt
+def publish_version(session: RunSession, step: int, announcer: Announcer) -> None:
+    """Tells of the version, too (`sprawl.version.published`)."""
+    receipt = session.publish(step)
+    announcer.version(receipt.version, time.time(), step=receipt.step, kind=receipt.kind)

@@ -154,9 +154,9 @@ def evaluation_rows(evaluations: Sequence[EvaluationRecord], limit: int = MAX_RO
 
 
 @task(name="report", task_run_name="report-{step}", cache_policy=NO_CACHE, persist_result=False)
-def report(session: RunSession, step: int, reporter: Reporter) -> dict[str, Any]:
-    """Hand the artifacts to the helper thread; `written` is False when they were dropped."""
-    return {"step": step, "written": reporter.gate.submit(lambda: reporter.write(session, step))}
+def report(session: RunSession, step: int, reporter: Reporter) -> None:
+    """Hand the artifacts to the helper thread, which drops them when it is behind."""
+    reporter.gate.submit(lambda: reporter.write(session, step))
 
 
 @task(name="write-page", task_run_name="write-page", cache_policy=NO_CACHE, persist_result=False)

@@ -6,7 +6,7 @@ of its own costs more than finding it. How long each part took is in the step's 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def train_step(session: RunSession, step: int) -> dict[str, Any]:
-    """Returns a TrainReceipt as a dict. The samples stay in the session and on the board."""
+def train_step(session: RunSession, step: int) -> None:
+    """The samples and the new weights stay in the session.
+
+    Returns nothing, like every task of a step: Prefect keeps track of each result until its flow run ends.
+    """
     session.collect(step)
     with only_once():  # a failed step may have touched the optimizer: the run resumes from its board instead
-        return session.train(step).as_dict()
+        session.train(step)

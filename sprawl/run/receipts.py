@@ -1,4 +1,4 @@
-"""Small results of the phases of a step: what a Prefect task returns and a terminal line shows. No tensors."""
+"""Small results of the phases of a step: what a terminal line shows and a flow run ends with. No tensors."""
 
 from __future__ import annotations
 

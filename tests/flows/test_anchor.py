@@ -55,7 +55,8 @@ class FakeService:
         return self.polls.pop(0)
 
     def fire(self, step: int) -> FireRecord:
-        self.fired.append(step)
+        if step not in self.fired:
+            self.fired.append(step)
         return fire_record(step)
 
 

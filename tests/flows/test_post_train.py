@@ -10,12 +10,14 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
 
 from flows import flow_runs, server, terminal
 from flows import post_train as module
 from flows.post_train import ATTACHED, Attached, post_train
 from infra.limits import FUTILE_ATTEMPTS
 from infra.stack import Stack
+from sprawl.board.records import StepRecord
 from sprawl.config import parse_config
 from sprawl.errors import BoardError, Diverged, FencedError, OvertakenError, SprawlError
 from sprawl.run.options import RunOptions
@@ -59,6 +61,23 @@ def test_the_flow_run_is_named_after_its_run_and_a_step_is_two_task_runs(
         assert client.read_flow_run(UUID(attached.flow_run_id)).name == session.run_id
     names = {name for name in task_run_names(attached.flow_run_id, 10) if not name.startswith("report-")}
     assert names == expected | {"evaluate-version-3", "write-page"}
+
+
+def test_prefect_keeps_nothing_of_a_step(
+    attached: Attached, session: FakeSession, progress: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    tell = progress.step
+
+    def watched(record: StepRecord) -> None:
+        context = FlowRunContext.get()
+        assert context is not None
+        kept.append(len(context.run_results))
+        tell(record)
+
+    monkeypatch.setattr(progress, "step", watched)
+    post_train()
+    assert kept == [0, 0, 0]
 
 
 def test_a_resumed_run_begins_after_its_head(attached: Attached, session: FakeSession, progress: Recorder) -> None:

@@ -38,7 +38,7 @@ class Training(FakeSession):
         self.head_step = step
         lost = EventRecord(kind="island_lost", at=time.time(), step=step, message=f"island-{step}")
         self.ledger.write_event(lost)
-        return SimpleNamespace(as_dict=lambda: {"version": step, "step": step, "kind": "delta"})
+        return SimpleNamespace(version=step, step=step, kind="delta")
 
 
 def in_terminal(session: Training, progress: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class Training(FakeSession):
         self.times.append(time.monotonic())
         if step == CUT_AT:
             self.way.cut(self.mode)
-        return SimpleNamespace(as_dict=lambda: {"version": step, "step": step, "kind": "delta"})
+        return SimpleNamespace(version=step, step=step, kind="delta")
 
 
 @contextlib.contextmanager
