@@ -8,6 +8,7 @@ Substituted: the clouds by Slurm, preemption by `scancel` (Slurm has no spot mac
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 
 from flows.post_train import post_train
 from infra.processes import tail
-from infra.skypilot.fleet import SkyFleet
+from infra.skypilot.fleet import SkyFleet, job_prefix
+from infra.skypilot.jobs import SkyJobs
 from sprawl.board.ledger import Ledger, is_live
 from sprawl.board.records import IslandRecord
 from sprawl.board.store import open_store
@@ -158,8 +160,10 @@ def taken(session: Session, fleet: SkyFleet, clock: Clock, island: str) -> None:
     """Take an island's machine away, and wait until SkyPilot has noticed."""
     machine = next(item for item in fleet.machines() if item.island_id == island)
     assert machine.phase == "running"
-    name = next(name for name in session.slurm.jobs() if island in name)
-    session.slurm.cancel(session.slurm.jobs()[name])
+    job = next(item for item in SkyJobs().list(job_prefix(RUN)) if item.name.endswith(f"-{island}"))
+    # The cluster of a managed job has a shortened name, the job's number and its user's hash.
+    (number,) = (number for name, number in session.slurm.jobs().items() if re.search(rf"-{job.job_id}-\w+$", name))
+    session.slurm.cancel(number)
 
     def phase() -> str:
         return next((item.phase for item in fleet.machines() if item.island_id == island), "gone")
