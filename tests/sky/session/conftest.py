@@ -63,14 +63,18 @@ class Session:
         return path
 
 
+ASK_S = 5.0
+"""Between questions to SkyPilot: each takes a core of a small machine for a second."""
+
+
 class Clock:
     """Says when something came true, for the record that a session leaves in its output."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
 
-    def until(self, what: str, look: Callable[[], T | None], timeout_s: float = LAUNCH_S) -> T:
-        """Poll until `look` finds something; that."""
+    def until(self, what: str, look: Callable[[], T | None], timeout_s: float = LAUNCH_S, *, every_s: float = 1.0) -> T:
+        """Poll until `look` finds something; that. `every_s`: longer where looking costs what is looked at its time."""
         asked = time.monotonic()
         while True:
             found = look()
@@ -80,7 +84,7 @@ class Clock:
                 )
                 return found
             assert time.monotonic() - asked < timeout_s, f"not within {timeout_s:.0f} s: {what}"
-            time.sleep(1.0)
+            time.sleep(every_s)
 
 
 def head(ledger: Ledger) -> int:

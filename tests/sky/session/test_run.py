@@ -27,13 +27,13 @@ from sprawl.fleet.reap import reap
 from sprawl.run.fleet import FleetContext
 from tests.conftest import PATIENCE
 from tests.sky.session import prefect_side
-from tests.sky.session.conftest import LAUNCH_S, ROOT, Clock, Session, head
+from tests.sky.session.conftest import ASK_S, LAUNCH_S, ROOT, Clock, Session, head
 from tests.sky.session.shipped import on_slurm
 
 RUN = "on-slurm"
 TOKEN = "a-token-of-this-test"
 ISLANDS = ("east", "west")
-STEPS = 200
+STEPS = 150
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 * PATIENCE)]
 OVERRIDES = [
     f"steps={STEPS}",
@@ -59,12 +59,12 @@ def test_trainer_and_islands_on_slurm(session: Session, monkeypatch: pytest.Monk
     deployment = prefect_side.deploy(post_train, "flows.post_train.post_train", job_variables(session, board))
     parameters = {"board": str(board), "run_id": RUN, "overrides": OVERRIDES, "fleet": "none"}
 
-    for number, island in enumerate(ISLANDS):
-        # Nodes of this Slurm share one network: a port each.
-        environment["SPRAWL_PORT"] = str(18310 + number)
-        fleet.start_island(island)
     with prefect_side.worker(client, ROOT, worker_log):
         flow_run = prefect_side.start(deployment, parameters)
+        for number, island in enumerate(ISLANDS):
+            # Nodes of this Slurm share one network: a port each.
+            environment["SPRAWL_PORT"] = str(18310 + number)
+            fleet.start_island(island)
         try:
             place = clock.until("infrastructure id known", lambda: prefect_side.read(flow_run).infrastructure_pid)
             cluster, _, job = place.partition("/")
@@ -121,7 +121,7 @@ def job_variables(session: Session, board: Path) -> dict[str, object]:
             "SPRAWL_PYTHON": sys.executable,
         },
         "secrets": {"SPRAWL_TOKEN": None},
-        "poll_s": 3,
+        "poll_s": 10,
     }
 
 
@@ -168,4 +168,4 @@ def taken(session: Session, fleet: SkyFleet, clock: Clock, island: str) -> None:
     def phase() -> str:
         return next((item.phase for item in fleet.machines() if item.island_id == island), "gone")
 
-    clock.until("SkyPilot recovers the island", lambda: phase() == "recovering")
+    clock.until("SkyPilot recovers the island", lambda: phase() == "recovering", every_s=ASK_S)
