@@ -7,7 +7,6 @@ import sys
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from prefect import flow, get_run_logger
@@ -30,6 +29,7 @@ from flows.server import flow_run_url
 from infra.limits import FUTILE_ATTEMPTS, MAX_ATTEMPTS, SEGMENT
 from sprawl.board.records import EventRecord
 from sprawl.errors import SprawlError, Verdict
+from sprawl.run.drawn import drawn
 from tasks.artifacts import ArtifactGate
 from tasks.evaluate import evaluate_version
 from tasks.publish_version import publish_version
@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 @dataclass
 class Attached:
     """A run in a terminal's own process: what the terminal gives, and what it wants to know. A run of many segments is
-    as many flow runs, one after another, over one session, and what the first has told the next need not tell."""
+    as many flow runs, one after another, over one session, and what the first has told the next need not tell.
+
+    entered, left: whether the newest flow run came to train, and whether it trained its steps to the end. What it fails
+    with otherwise is Prefect's, and no reason to end the run.
+    """
 
     session: RunSession
     progress: Progress
@@ -55,6 +59,8 @@ class Attached:
     finished: FinishReceipt | None = None
     prepared: bool = False
     announcer: Announcer | None = None
+    entered: bool = False
+    left: bool = False
 
 
 ATTACHED: ContextVar[Attached | None] = ContextVar("attached", default=None)
@@ -166,12 +172,14 @@ def _hand_over(
 
 
 def _in_terminal(attached: Attached, segment: int) -> dict[str, Any] | State[Any]:
-    """The next segment of the terminal's session, which is closed when the run ends, however it ends."""
+    """The next segment of the terminal's session, which is closed when the run ends, however it ends. One that Prefect
+    does not take leaves it open: flows/terminal.py goes on with it."""
     session, this = attached.session, ThisFlowRun()
     progress = Both(attached.progress, LoggedProgress(get_run_logger()))
     over = True
     try:
         this.claim(session.run_id)
+        attached.entered = True
         attached.flow_run_id = this.id
         this.rename(session.run_id)
         progress.note(f"UI: {flow_run_url(this.id)}")
@@ -184,14 +192,14 @@ def _in_terminal(attached: Attached, segment: int) -> dict[str, Any] | State[Any
         attached.announcer = reporter.begin(session, attached.announcer)
         finished = train(session, work, progress, reporter, attached.announcer)
         if finished is None:
-            over = False
+            over, attached.left = False, True
             return {"run_id": session.run_id, "steps": work.last}
-        attached.finished = finished
+        attached.finished, attached.left = finished, True
         return finished.as_dict()
     except (KeyboardInterrupt, TerminationSignal):
         return Cancelled(message=f"Interrupted in the terminal; resume with --resume {session.run_id}")
     finally:
-        if over:
+        if over and attached.entered:
             session.close()
 
 
@@ -245,7 +253,7 @@ def train(
         return None
     finished = session.finish()
     reporter.gate.drain(5.0)  # the page and the artifacts draw figures: not at the same time
-    progress.finish(finished, _page(session, progress))
+    progress.finish(finished, drawn(session, progress, write_page))
     report(session, work.last, reporter)
     reporter.gate.drain(10.0)
     return finished
@@ -268,20 +276,11 @@ def _show_verdict(session: RunSession, progress: Progress, reporter: Reporter) -
     """A run that its drift controller stopped is over: its islands go, its page is drawn, the artifacts say so."""
     session.close()
     reporter.gate.drain(5.0)
-    page = _page(session, progress)
+    page = drawn(session, progress, write_page)
     if page is not None:
         progress.note(f"stopped by its drift controller; report: {page}")
     report(session, session.head_step, reporter)
     reporter.gate.drain(10.0)
-
-
-def _page(session: RunSession, progress: Progress) -> Path | None:
-    """The HTML report. A run that is over is over, whether or not its page could be drawn."""
-    try:
-        return Path(write_page(session, str(Path("reports") / session.run_id)))
-    except Exception as error:
-        progress.note(f"no report page ({error}); try: sprawl report {session.run_id} --board {session.board}")
-        return None
 
 
 def open_session(options: RunOptions) -> RunSession:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from prefect.exceptions import TerminationSignal
 
 from flows import server
+from flows.lineage import stretch
 from flows.post_train import ATTACHED, Attached, open_session, post_train
 from flows.progress import Progress
+from infra.limits import SEGMENT
 from infra.stack import Stack, healthy
-from sprawl.errors import Diverged, SprawlError
+from sprawl.errors import Diverged, SprawlError, Verdict
 
 if TYPE_CHECKING:
     from sprawl.config import RunConfig
@@ -83,26 +85,55 @@ def _connect(stack: Stack, up: bool, progress: Progress) -> bool:
 
 
 def _run(options: RunOptions, attached: Attached) -> None:
-    """The flow run itself, or one a segment. Raises KeyboardInterrupt when it was interrupted, and whatever the run
-    raised."""
+    """The flow run itself, or one a segment; a segment that Prefect does not take is trained without it. Raises
+    KeyboardInterrupt when it was interrupted, and whatever the run raised."""
     token = ATTACHED.set(attached)
     try:
         parameters = flow_parameters(options, attached.session.run_id)
-        state = post_train(**parameters, return_state=True)
-        while state.is_completed() and attached.finished is None:
-            state = post_train(**parameters, return_state=True)
-    except Exception as error:
-        if attached.finished is None or server.reachable():
-            raise
-        attached.progress.note(f"the run is complete; only its last state did not reach Prefect ({error})")
-        return
+        while attached.finished is None:
+            _segment(attached, parameters)
     finally:
         ATTACHED.reset(token)
-    if state.is_cancelled():
-        raise KeyboardInterrupt
-    if not state.is_completed():
-        state.result()  # raises what the run raised
-        raise SprawlError(f"the flow run ended in state {state.name}: {state.message}")
+
+
+def _segment(attached: Attached, parameters: dict[str, Any]) -> None:
+    attached.entered = attached.left = False
+    try:
+        if attached.prepared and not server.reachable():
+            raise SprawlError("no Prefect server answers")  # at once, and not after the client's many tries
+        state = post_train(**parameters, return_state=True)
+        if state.is_cancelled():
+            raise KeyboardInterrupt
+        if not state.is_completed():
+            state.result()  # raises what the run raised
+            raise SprawlError(f"the flow run ended in state {state.name}: {state.message}")
+    except Exception as error:
+        if attached.left:
+            what = "the run" if attached.finished else f"everything to step {attached.session.head_step}"
+            attached.progress.note(
+                f"{what} is complete; only the flow run's last state did not reach Prefect ({error})"
+            )
+        elif attached.prepared and not attached.entered:
+            _without_prefect(attached, parameters.get("segment", SEGMENT), str(error))
+        else:
+            raise
+
+
+def _without_prefect(attached: Attached, segment: int, reason: str) -> None:
+    """One segment in this process alone. The next one asks Prefect again."""
+    from sprawl.run.loop import drive, finish, show_verdict
+
+    session, progress = attached.session, attached.progress
+    work = stretch(session.head_step, session.config.steps, segment)
+    progress.note(f"no flow run for the steps to {work.last} ({reason}): going on without Prefect")
+    try:
+        drive(session, progress, work.last)
+    except Verdict:
+        show_verdict(session, progress, page=True)
+        raise
+    if work.final:
+        attached.finished = finish(session, progress, page=True)
+        session.close()
 
 
 def flow_parameters(options: RunOptions, run_id: str) -> dict[str, Any]:

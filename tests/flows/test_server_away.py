@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from prefect.events.clients import PrefectEventsClient
 from prefect.events.worker import EventsWorker
+from prefect.runtime import flow_run
 from prefect.settings import (
     PREFECT_API_REQUEST_TIMEOUT,
     PREFECT_API_URL,
@@ -18,6 +19,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from flows import terminal
 from flows.post_train import ATTACHED, Attached, post_train
 from sprawl.board.ledger import Ledger
 from sprawl.board.store import MemoryStore
@@ -34,16 +36,16 @@ TIMEOUT_S = 8.0
 
 
 class Training(FakeSession):
-    """Commits its steps to a real ledger, 20 ms each, notes when, and cuts the way to the server at one of them."""
+    """Commits its steps to a real ledger, 20 ms each, notes when, and cuts or opens the way to the server at some."""
 
     way: Way
-    mode: Mode
+    cuts: dict[int, Mode]
 
-    def begin(self, way: Way, mode: Mode) -> None:
-        self.way, self.mode = way, mode
+    def begin(self, way: Way, cuts: dict[int, Mode]) -> None:
+        self.way, self.cuts = way, cuts
         store = MemoryStore()
         self.ledger = Ledger(store, self.run_id)  # type: ignore[assignment]
-        self.ledger.create_run(make_run_record(run_id=self.run_id, steps=STEPS))
+        self.ledger.create_run(make_run_record(run_id=self.run_id, steps=self.config.steps))
         self.times: list[float] = []
 
     def publish(self, step: int):
@@ -51,8 +53,8 @@ class Training(FakeSession):
         self.ledger.write_step(make_step(step))
         self.head_step = step
         self.times.append(time.monotonic())
-        if step == CUT_AT:
-            self.way.cut(self.mode)
+        if step in self.cuts:
+            self.way.cut(self.cuts[step])
         return SimpleNamespace(version=step, step=step, kind="delta")
 
 
@@ -89,7 +91,7 @@ def test_a_run_whose_server_goes_away_is_not_held_up_and_finishes(
         temporary_settings({PREFECT_API_URL: url, **impatient}),
         events_through(url),
     ):
-        session.begin(way, mode)
+        session.begin(way, {CUT_AT: mode})
         attached = Attached(session, progress)  # type: ignore[arg-type]
         token = ATTACHED.set(attached)
         try:
@@ -104,3 +106,36 @@ def test_a_run_whose_server_goes_away_is_not_held_up_and_finishes(
     gaps = [later - earlier for earlier, later in zip(session.times, session.times[1:], strict=False)]
     # What goes on beside the steps (tracebacks of lost events) may cost time, on a busy machine a second or two.
     assert max(gaps) < TIMEOUT_S / 2, f"a step took {max(gaps):.1f} s, before the cut {max(gaps[: CUT_AT - 1]):.1f} s"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
+def test_segments_whose_server_is_away_are_trained_without_it_and_later_ones_with_it_again(
+    progress: Recorder, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six steps in segments of two; the server does not answer while the first segment ends and in the second one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ArtifactGate, "drain", lambda self, timeout_s: None)
+    monkeypatch.setattr(terminal, "flow_parameters", lambda *_: {"segment": 2})
+    session = Training(parse_config({"name": "tiny", "steps": 6, "policy": {"base": "x"}}, "test"))
+    impatient = {PREFECT_API_REQUEST_TIMEOUT: 2.0, PREFECT_CLIENT_MAX_RETRIES: 0}
+    with (
+        way_to(PREFECT_API_URL.value()) as (way, url),
+        temporary_settings({PREFECT_API_URL: url, **impatient}),
+        events_through(url),
+    ):
+        session.begin(way, {2: "hangs", 4: "passes"})
+        attached = Attached(session, progress)  # type: ignore[arg-type]
+        flow_runs: list[str | None] = []
+        train = session.train
+        monkeypatch.setattr(session, "train", lambda step: (flow_runs.append(flow_run.id), train(step))[1])
+        terminal._run(None, attached)  # type: ignore[arg-type]
+    assert attached.finished is not None
+    assert [call for call in session.calls if call[0] == "train"] == [("train", step) for step in range(1, 7)]
+    assert session.closed == 1
+    first, second, third = (set(flow_runs[start : start + 2]) for start in (0, 2, 4))
+    assert second == {None}
+    assert len(first) == len(third) == 1
+    assert first != third != {None}
+    assert any("everything to step 2 is complete" in note for note in progress.notes)
+    assert any("no flow run for the steps to 4" in note and "without Prefect" in note for note in progress.notes)
