@@ -11,8 +11,8 @@ the medians, which what else the machine does disturbs less. CPU is what this pr
 one's without the plain loop's. Both share the machine with the server, as they do in life. What a flow run costs once,
 at its start and end, is told apart: a run of many steps has one for every 1,000.
 
-Memory is the resident set after a tenth and a fifth of the way, and at the end, when all events have been sent: with
-flow runs of 1,000 steps (what `segment` is), and with one flow run for all steps.
+Memory is the resident set after a tenth and a fifth of the way, and at the end, when all events have been sent, with
+flow runs of 1,000 steps, which is what `segment` is.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def serving() -> Iterator[tuple[dict[str, str], psutil.Process]]:
             stack.down()
 
 
-def table(rows: list[Row], memory: list[Memory]) -> str:
+def table(rows: list[Row], memory: Memory) -> str:
     lines = [
         "| step | steps | plain loop | flow | added a step | of the step | median | CPU, flow | CPU, server | once |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -246,10 +246,9 @@ def table(rows: list[Row], memory: list[Memory]) -> str:
             f"| {row.step_s:g} s | {row.steps} | {row.plain_s:.4f} s | {row.flow_s:.4f} s "
             f"| {added} | {share} | {median} | {cpu} | {server} | {row.once_s:.1f} s |"
         )
+    readings = ", ".join(f"{step}: {mib:.1f} MiB" for step, mib in memory.rss_mib.items())
     lines += ["", "| steps a flow run | resident after so many steps | growth a step |", "|---|---|---|"]
-    for item in memory:
-        readings = ", ".join(f"{step}: {mib:.1f} MiB" for step, mib in item.rss_mib.items())
-        lines.append(f"| {item.segment} | {readings} | {item.kib_a_step:.2f} KiB |")
+    lines += [f"| {memory.segment} | {readings} | {memory.kib_a_step:.2f} KiB |"]
     return "\n".join(lines)
 
 
@@ -265,18 +264,16 @@ def main(quick: bool, as_json: bool) -> None:
         server.use(environment)
         server.quiet_console()
         drive_flow(IdleSession(WARM_UP + 1, 0.0), WARM_UP, WARM_UP)
-        rows, memory = [], []
+        rows = []
         for step_s, count in (QUICK if quick else FULL).items():
             rows.append(measure(step_s, count, QUICK_TURNS if quick else TURNS, process))
             click.echo(f"steps of {step_s:g} s: {1000 * rows[-1].added_s:.1f} ms added", err=True)
-        for segment in (SEGMENT,) if quick else (SEGMENT, steps):
-            memory.append(in_own_process(steps, min(segment, steps), environment))
-            click.echo(f"{steps} steps, {segment} a flow run: {memory[-1].rss_mib}", err=True)
+        memory = in_own_process(steps, min(SEGMENT, steps), environment)
         server.flush()
     (second,) = (row for row in rows if row.step_s == 1.0)
     met = second.share is not None and second.share < TARGET
     if as_json:
-        found = {"rows": [asdict(row) for row in rows], "memory": [asdict(item) for item in memory], "met": met}
+        found = {"rows": [asdict(row) for row in rows], "memory": asdict(memory), "met": met}
         click.echo(json.dumps(found))
     else:
         click.echo(table(rows, memory))

@@ -22,7 +22,7 @@ def test_what_is_added_is_the_difference_of_the_means() -> None:
     assert row.server_cpu_s == pytest.approx(0.3)
     assert row.once_s == pytest.approx(3.0)
     assert compare(0.0, plain, flow, 0.0).share is None
-    lines = table([row], [Memory(1000, {10: 100.0, 20: 101.0}, 2.0)]).splitlines()
+    lines = table([row], Memory(1000, {10: 100.0, 20: 101.0}, 2.0)).splitlines()
     assert lines[2] == ("| 1 s | 4 | 1.0500 s | 1.0700 s | 20.0 ms | 2.00 % | 10.0 ms | 150.0 ms | 300.0 ms | 3.0 s |")
     assert lines[-1] == "| 1000 | 10: 100.0 MiB, 20: 101.0 MiB | 2.00 KiB |"
 
