@@ -176,7 +176,6 @@ def _in_terminal(attached: Attached, segment: int) -> dict[str, Any] | State[Any
     does not take leaves it open: flows/terminal.py goes on with it."""
     session, this = attached.session, ThisFlowRun()
     progress = Both(attached.progress, LoggedProgress(get_run_logger()))
-    over = True
     try:
         this.claim(session.run_id)
         attached.entered = True
@@ -192,14 +191,14 @@ def _in_terminal(attached: Attached, segment: int) -> dict[str, Any] | State[Any
         attached.announcer = reporter.begin(session, attached.announcer)
         finished = train(session, work, progress, reporter, attached.announcer)
         if finished is None:
-            over, attached.left = False, True
+            attached.left = True
             return {"run_id": session.run_id, "steps": work.last}
         attached.finished, attached.left = finished, True
         return finished.as_dict()
     except (KeyboardInterrupt, TerminationSignal):
         return Cancelled(message=f"Interrupted in the terminal; resume with --resume {session.run_id}")
     finally:
-        if over and attached.entered:
+        if attached.entered and (attached.finished or not attached.left):
             session.close()
 
 

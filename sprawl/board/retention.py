@@ -8,7 +8,7 @@ Of the anchor's sign maps (one bit a parameter each) those stay that a run takes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sprawl.board import keys
@@ -125,18 +125,19 @@ def _merged_objects(store: Store, run_id: str, keep_from: int) -> tuple[list[str
 def _sign_maps(store: Store, ledger: Ledger) -> list[str]:
     """Sign maps and bases of committed fires that are not needed any more, or that their fire does not name. A fire
     without a record may be under way: what it wrote stays."""
-    oldest = _oldest_needed_fire(ledger)
+    fires = {fire.step: fire for fire in ledger.fires()}
+    oldest = _oldest_needed_fire(ledger, fires)
     doomed: list[str] = []
     for root in (keys.sign_maps(ledger.run_id), keys.all_bases(ledger.run_id)):
         for key in store.list(root):
             number, _, digest = key.removeprefix(root).partition("-")
-            record = ledger.fire(int(number)) if number.isdecimal() else None
+            record = fires.get(int(number)) if number.isdecimal() else None
             if record is not None and (record.step < oldest or digest not in (record.digest, record.basis_digest)):
                 doomed.append(key)
     return doomed
 
 
-def _oldest_needed_fire(ledger: Ledger) -> int:
+def _oldest_needed_fire(ledger: Ledger, fires: Iterable[int]) -> int:
     """The fire whose sign map the step after the oldest checkpoint took; without a record of that step, the newest one
     that it can take. 0 without checkpoints: all are needed."""
     checkpoints = ledger.checkpoints()
@@ -145,7 +146,7 @@ def _oldest_needed_fire(ledger: Ledger) -> int:
     taken = ledger.step(min(checkpoints) + 1)
     if taken is not None and taken.sign_fire is not None:
         return taken.sign_fire
-    return max((fire.step for fire in ledger.fires() if fire.step <= min(checkpoints)), default=0)
+    return max((step for step in fires if step <= min(checkpoints)), default=0)
 
 
 def _deletable(key: str, run_id: str, plan: GcPlan, manifests: dict[int, Manifest], newest: int) -> bool:
