@@ -12,7 +12,9 @@ from sprawl.board.store import Store
 from sprawl.errors import SprawlError
 from sprawl.fleet.port import IslandFleet
 
-POLL_S = 2.0
+POLL_S = (
+    2.0  # at least, and a tenth of the time that a fleet takes to settle: looking costs an API server seconds of CPU
+)
 LIMIT_S = 900.0
 
 
@@ -67,7 +69,7 @@ def reap(
             if at - began > limit_s:
                 names = ", ".join(f"{machine.island_id} ({machine.phase})" for machine in machines[:5])
                 raise SprawlError(f"{len(machines)} machines are still there: {names}", "run `sprawl fleet reap` again")
-        sleep(POLL_S)
+        sleep(max(POLL_S, fleet.settle_s / 10))
     ledger = Ledger(store, run_id)
     for island in ledger.islands():
         if island.island_id in seen or island.island_id in closed.islands:

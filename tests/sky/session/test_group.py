@@ -22,10 +22,10 @@ from tests.sky.session.shipped import on_slurm
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 * PATIENCE)]
 
 RUN = "a-group"
-STEPS = 10
+STEPS, EVERY = 6, 3
 OVERRIDES = (
     f"steps={STEPS} policy.stages=2 policy.runtime=multi deterministic=false rollout.prompts=4 rollout.samples=4 "
-    f"checkpoint.every=5 anchor.every=5 anchor.lag=5 evaluate.problems=16 evaluate.every={STEPS}"
+    f"checkpoint.every={EVERY} anchor.every={EVERY} anchor.lag={EVERY} evaluate.problems=16 evaluate.every={STEPS}"
 )
 
 
@@ -62,12 +62,15 @@ def test_a_group_ends_with_its_trainer(session: Session, monkeypatch: pytest.Mon
         records: list[Any] = sky.get(jobs.queue_v2(refresh=False, job_ids=[number]))[0]
         return {record.task_name: record.status.value for record in records}
 
-    clock.until("all tasks of the group run", lambda: set(states().values()) == {"RUNNING"}, every_s=ASK_S)
+    # SkyPilot is asked once the board or Slurm says that there is something to hear.
     ledger = Ledger(open_store(str(board)), RUN)
+    clock.until("the trainer has taken a step", lambda: head(ledger) >= 1)
+    running = {"RUNNING", "SUCCEEDED"}.issuperset
+    clock.until("all tasks of the group run", lambda: running(states().values()), every_s=ASK_S)
+    clock.until("the run is complete", lambda: head(ledger) == STEPS)
     clock.until("the trainer has ended", lambda: states()["trainer"] == "SUCCEEDED", every_s=ASK_S)
-    assert head(ledger) == STEPS
-    assert ledger.fire(STEPS - 5) is not None, "the anchor of the group fired"
+    assert ledger.fire(STEPS - EVERY) is not None, "the anchor of the group fired"
+    clock.until("no machine is left", lambda: session.slurm.jobs() == before)
     over = {"RUNNING", "CANCELLING", "WINDING_DOWN"}.isdisjoint
     clock.until("the group has ended", lambda: over(states().values()), every_s=ASK_S)
     print(f"group: {states()}")
-    clock.until("no machine is left", lambda: session.slurm.jobs() == before)

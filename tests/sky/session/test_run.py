@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -33,7 +34,7 @@ from tests.sky.session.shipped import on_slurm
 RUN = "on-slurm"
 TOKEN = "a-token-of-this-test"
 ISLANDS = ("east", "west")
-STEPS = 150
+STEPS = 120
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 * PATIENCE)]
 OVERRIDES = [
     f"steps={STEPS}",
@@ -67,20 +68,25 @@ def test_trainer_and_islands_on_slurm(session: Session, monkeypatch: pytest.Monk
             fleet.start_island(island)
         try:
             place = clock.until("infrastructure id known", lambda: prefect_side.read(flow_run).infrastructure_pid)
-            cluster, _, job = place.partition("/")
+            cluster, _, number = place.partition("/")
             assert cluster.startswith("prefect-")
-            assert job
+            assert number
             clock.until("trainer's nodes allocated", lambda: slurm_job(session, cluster))
             clock.until("flow run RUNNING", lambda: prefect_side.read(flow_run).start_time)
             clock.until("both islands ready", lambda: ready(ledger, ISLANDS))
             clock.until("version 3 published", lambda: head(ledger) >= 3)
             lost, before = ISLANDS[0], ready(ledger, ISLANDS)[ISLANDS[0]]
-            taken(session, fleet, clock, lost)
+            job = clock.until("SkyPilot sees it run", lambda: running_job(lost), every_s=ASK_S)
+            number, taken_at = machine(session, job), time.time()
+            assert number is not None
+            session.slurm.cancel(number)
+            clock.until("SkyPilot has asked for another machine", lambda: machine(session, job) not in (None, number))
             back = clock.until("the island is back", lambda: again(ledger, lost, before), 2 * LAUNCH_S)
             assert prefect_side.read(flow_run).end_time is None, "the trainer ended before its island was back"
             version = head(ledger)
             served = clock.until("it serves the current version", lambda: serves(back, version))
             assert served >= version > (before.applied or 0)
+            clock.until("SkyPilot counts it as recovered", lambda: recovered(job, taken_at), every_s=ASK_S)
             final = prefect_side.wait_final(flow_run, 2 * LAUNCH_S)
         except AssertionError:
             print(f"--- worker\n{tail(worker_log, 60)}\n--- API server\n{tail(session.sky.log, 20)}")
@@ -89,6 +95,7 @@ def test_trainer_and_islands_on_slurm(session: Session, monkeypatch: pytest.Monk
         assert final.state.is_completed(), f"{final.state}\n{tail(worker_log, 40)}"
         assert head(ledger) == STEPS
         clock.until("the trainer's cluster is down", lambda: slurm_job(session, cluster) is None)
+    fleet.settle_s = 20.0  # nobody starts islands here, so nothing can be under way for two minutes
     reaped = reap(ledger.store, RUN, fleet, drain_s=30.0 * PATIENCE, limit_s=LAUNCH_S)
     assert set(reaped.seen) == set(ISLANDS)
     clock.until("no machine is left", lambda: session.slurm.jobs() == {})
@@ -156,16 +163,19 @@ def slurm_job(session: Session, cluster: str) -> str | None:
     return next((number for name, number in session.slurm.jobs().items() if name.startswith(cluster)), None)
 
 
-def taken(session: Session, fleet: SkyFleet, clock: Clock, island: str) -> None:
-    """Take an island's machine away, and wait until SkyPilot has noticed."""
-    machine = next(item for item in fleet.machines() if item.island_id == island)
-    assert machine.phase == "running"
-    job = next(item for item in SkyJobs().list(job_prefix(RUN)) if item.name.endswith(f"-{island}"))
-    # The cluster of a managed job has a shortened name, the job's number and its user's hash.
-    (number,) = (number for name, number in session.slurm.jobs().items() if re.search(rf"-{job.job_id}-\w+$", name))
-    session.slurm.cancel(number)
+def running_job(island: str) -> int | None:
+    """The managed job of an island, once SkyPilot says that it runs."""
+    (job,) = (job for job in SkyJobs().list(job_prefix(RUN)) if job.name.endswith(f"-{island}"))
+    return job.job_id if job.status == "RUNNING" else None
 
-    def phase() -> str:
-        return next((item.phase for item in fleet.machines() if item.island_id == island), "gone")
 
-    clock.until("SkyPilot recovers the island", lambda: phase() == "recovering", every_s=ASK_S)
+def machine(session: Session, job: int) -> str | None:
+    """The Slurm job that holds a managed job's machine. Its name is shortened, then has the managed job's number and a
+    hash of the user."""
+    return next((number for name, number in session.slurm.jobs().items() if re.search(rf"-{job}-\w+$", name)), None)
+
+
+def recovered(job: int, since: float) -> bool:
+    """Whether SkyPilot says that the job came to run (again) after `since`, Unix seconds."""
+    found = next(item for item in SkyJobs().list(job_prefix(RUN)) if item.job_id == job)
+    return found.status == "RUNNING" and (found.since or 0.0) > since
