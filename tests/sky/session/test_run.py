@@ -35,7 +35,7 @@ RUN = "on-slurm"
 TOKEN = "a-token-of-this-test"
 ISLANDS = ("east", "west")
 # The trainer has to outlast an island's recovery, which waits more than it computes: on two cores it takes 90 steps.
-STEPS = 150 if (os.cpu_count() or 1) <= 4 else 500
+STEPS = 130 if (os.cpu_count() or 1) <= 4 else 500
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 * PATIENCE)]
 OVERRIDES = [
     f"steps={STEPS}",
