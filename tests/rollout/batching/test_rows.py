@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sprawl.policy import Architecture, Decoder
 from sprawl.rollout.batching import blocks as blocks_module
-from sprawl.rollout.batching.blocks import BASE, SIZES, Blocks, Track, invariant_sizes, row_sizes
+from sprawl.rollout.batching.blocks import BASE, SIZES, Blocks, Track, cancelling, invariant_sizes, row_sizes
 from sprawl.rollout.batching.kernels import exponentials
 from sprawl.rollout.batching.pages import PAGE, PagePool, pages_for
 
@@ -141,6 +141,42 @@ def test_sizes_that_round_differently_are_not_used() -> None:
 
     assert invariant_sizes(by_count, rows) == tuple(size for size in SIZES if size < 32)
     assert invariant_sizes(by_place, rows) == ()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_another_order_of_additions_is_seen_through_bf16(seed: int) -> None:
+    rows, weight = cancelling(24, 32, torch.Generator().manual_seed(seed))
+    weight = weight.to(torch.bfloat16).float().T
+
+    def product(x: Tensor) -> Tensor:
+        parts = [x[:, at : at + 8].float() @ weight[at : at + 8] for at in range(0, 32, 8)]
+        return functools.reduce(torch.add, parts if len(x) < 32 else parts[::-1]).to(torch.bfloat16)
+
+    small = tuple(size for size in SIZES if size < 32)
+    assert invariant_sizes(product, rows.to(torch.bfloat16)) == small
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("hidden", [16, 32, 48, 64])
+@torch.inference_mode()
+def test_small_bf16_models_have_the_same_bits_at_all_their_sizes(hidden: int, heads: int) -> None:
+    """Products of few channels, of which a library computes some in another order from some row count on."""
+    arch = architecture(hidden_size=hidden, num_key_value_heads=heads)
+    decoder = random_decoder(arch, torch.bfloat16)
+    tokens = torch.randint(61, (4000,), generator=torch.Generator().manual_seed(hidden + heads))
+
+    def own_value(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).contiguous()
+
+    def computed(size: int) -> Tensor:
+        return torch.cat([decoder.run_rows(part, own_value) for part in tokens[: 4000 // size * size].split(size)])
+
+    sizes = row_sizes(arch, torch.bfloat16, torch.get_num_threads())
+    expected = computed(sizes[0])
+    for size in sizes[1:]:
+        found = computed(size)
+        shared = min(len(found), len(expected))
+        assert torch.equal(found[:shared], expected[:shared]), size
 
 
 @torch.inference_mode()
