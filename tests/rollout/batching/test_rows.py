@@ -156,25 +156,26 @@ def test_another_order_of_additions_is_seen_through_bf16(seed: int) -> None:
     assert invariant_sizes(product, rows.to(torch.bfloat16)) == small
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("hidden", [16, 32, 48, 64])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("hidden", [32, 64])
 @torch.inference_mode()
 def test_small_bf16_models_have_the_same_bits_at_all_their_sizes(hidden: int, heads: int) -> None:
     """Products of few channels, of which a library computes some in another order from some row count on."""
     arch = architecture(hidden_size=hidden, num_key_value_heads=heads)
-    decoder = random_decoder(arch, torch.bfloat16)
-    tokens = torch.randint(61, (4000,), generator=torch.Generator().manual_seed(hidden + heads))
+    layers = random_decoder(arch, torch.bfloat16).model.layers
+    rows = torch.randn(5000, hidden, generator=torch.Generator().manual_seed(hidden + heads)).bfloat16()
 
     def own_value(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).contiguous()
 
-    def computed(size: int) -> Tensor:
-        return torch.cat([decoder.run_rows(part, own_value) for part in tokens[: 4000 // size * size].split(size)])
+    def one_size(size: int) -> Tensor:
+        parts = rows[: len(rows) // size * size].split(size)
+        return torch.cat([functools.reduce(lambda x, layer: layer.run_rows(x, 0, own_value), layers, x) for x in parts])
 
     sizes = row_sizes(arch, torch.bfloat16, torch.get_num_threads())
-    expected = computed(sizes[0])
+    expected = one_size(sizes[0])
     for size in sizes[1:]:
-        found = computed(size)
+        found = one_size(size)
         shared = min(len(found), len(expected))
         assert torch.equal(found[:shared], expected[:shared]), size
 
