@@ -12,9 +12,8 @@ from sprawl.board.store import Store
 from sprawl.errors import SprawlError
 from sprawl.fleet.port import IslandFleet
 
-POLL_S = (
-    2.0  # at least, and a tenth of the time that a fleet takes to settle: looking costs an API server seconds of CPU
-)
+POLL_S = 2.0
+"""Between two looks; longer, a tenth of `settle_s`, where a look costs an API server seconds of CPU."""
 LIMIT_S = 900.0
 
 

@@ -133,11 +133,10 @@ def row_sizes(arch: Architecture, dtype: torch.dtype, threads: int) -> tuple[int
         linear = [module for module in block.modules() if isinstance(module, nn.Linear)]
         products = {(*module.weight.shape, module.bias is not None) for module in linear}
         for outputs, inputs, biased in sorted({*products, (arch.vocab, arch.hidden, False)}):
-            rows, weight = cancelling(outputs, inputs, generator)
-            product = functools.partial(
-                F.linear, weight=weight.to(dtype), bias=rows[0, :1].expand(outputs).to(dtype) if biased else None
-            )
-            good &= set(invariant_sizes(product, rows.to(dtype)))
+            x, weight = cancelling(outputs, inputs, generator)
+            bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
+            product = functools.partial(F.linear, weight=weight.to(dtype), bias=bias)
+            good &= set(invariant_sizes(product, x.to(dtype)))
         return tuple(sorted(good)) or (1,)
 
 
